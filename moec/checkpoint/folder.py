@@ -1,0 +1,214 @@
+"""A Hugging Face checkpoint folder: config, weights by transformers parameter name, tokenizer files."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moec.checkpoint.safetensors_file import SafetensorsFile
+from moec.errors import MoecError
+
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_TEXT = ("config.json", "generation_config.json")
+
+
+class Checkpoint:
+    """An opened checkpoint; use `open_checkpoint`. Nothing is read from the weights until a parameter is asked for.
+
+    Attributes:
+        path: The folder.
+        config: The transformers configuration.
+        files: The mapped safetensors files.
+    """
+
+    def __init__(self, path: Path, config: Any, files: list[SafetensorsFile]) -> None:
+        from moec.checkpoint.names import resolve
+        from moec.checkpoint.skeleton import meta_model
+
+        self.path, self.config, self.files = path, config, files
+        self._where = {name: f for f in files for name in f.tensors}
+        self._meta = meta_model(config)
+        self._shapes = {n: tuple(t.shape) for n, t in self._meta.state_dict().items()}
+        self._sources = resolve(self._meta, self._where)
+        self._tied = {k: v for k, v in self._meta.all_tied_weights_keys.items() if k not in self._sources}
+
+    def param_names(self) -> list[str]:
+        """Names of all parameters and persistent buffers, as transformers calls them (tied ones included)."""
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a parameter, from the configuration."""
+        return self._shapes[name]
+
+    def canonical(self, name: str) -> str:
+        """The parameter that holds the data of `name`: itself, or what it is tied to."""
+        return self._tied.get(name, name)
+
+    def param(self, name: str) -> np.ndarray:
+        """The whole parameter in the checkpoint's dtype (bf16 as ml_dtypes.bfloat16); mapped where it needs no conversion."""
+        return self._read(name, None)
+
+    def expert(self, name: str, expert: int) -> np.ndarray:
+        """Slice `[expert]` of a stacked parameter `[E, ...]`; only that expert's tensors are read."""
+        return self._read(name, expert)
+
+    def _read(self, name: str, expert: int | None) -> np.ndarray:
+        from moec.checkpoint.arrays import to_numpy, to_torch
+        from moec.checkpoint.names import materialize
+
+        source = self._sources.get(self.canonical(name))
+        if source is None:
+            raise MoecError(f"the checkpoint has no tensor for {name}", where=str(self.path))
+        tensor = materialize(
+            self.canonical(name), source, lambda n: to_torch(self._where[n].view(n)), self._meta, expert
+        )
+        want = self._shapes[name] if expert is None else self._shapes[name][1:]
+        if tuple(tensor.shape) != want:
+            raise MoecError(
+                f"{name} has shape {tuple(tensor.shape)} in the checkpoint, {want} by its config",
+                where=str(self.path),
+            )
+        return to_numpy(tensor)
+
+    def tokenizer_files(self) -> list[Path]:
+        """The tokenizer's files that exist (vocabulary, config, chat template)."""
+        return [self.path / n for n in _TOKENIZER if (self.path / n).is_file()]
+
+    @functools.cached_property
+    def text_files(self) -> dict[str, str]:
+        """Small text files by name: config.json and, where it exists, generation_config.json."""
+        return {n: (self.path / n).read_text(encoding="utf-8") for n in _TEXT if (self.path / n).is_file()}
+
+    def skeleton(self, dtype: Any = None, **kwargs: Any) -> Any:
+        """The transformers model with zero-storage parameters (fp32 unless `dtype`); see `skeleton.py`."""
+        import torch
+
+        from moec.checkpoint.skeleton import zero_storage_model
+
+        return zero_storage_model(self.config, dtype or torch.float32, **kwargs)
+
+    def load_torch(self, dtype: Any = None, **kwargs: Any) -> Any:
+        """The real model with its weights (fp32 unless `dtype`), eager attention: the truth of the parity tests."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from moec.checkpoint.skeleton import quiet
+
+        options = {"attn_implementation": "eager", **kwargs}
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype or torch.float32, **options)
+        return model.eval()
+
+    def check(self) -> None:
+        """Raises MoecError when the model is dense or when parameters are missing from the files."""
+        from moec.checkpoint.skeleton import expert_parameters
+
+        if not expert_parameters(self._meta):
+            raise MoecError(
+                f"{self.config.model_type} here is not a Mixture-of-Experts model: it has no expert weights",
+                where=str(self.path),
+                hint="moec compiles MoE checkpoints only (Mixtral, Qwen-MoE, OLMoE, DeepSeek, GPT-OSS, ...).",
+            )
+        missing = [n for n in self._shapes if self.canonical(n) not in self._sources]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise MoecError(
+                f"the checkpoint lacks {missing[0]}{more}",
+                where=str(self.path),
+                hint="Is a shard of it missing?",
+            )
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Opens a checkpoint folder and checks it: config, model type, MoE, headers and sizes of the weights, names.
+
+    Raises:
+        MoecError: One clear sentence on what is wrong and where.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        what = (
+            "this is a file, not a checkpoint folder"
+            if folder.exists()
+            else "the checkpoint folder does not exist"
+        )
+        raise MoecError(what, where=str(path), hint="Give the folder with config.json and *.safetensors.")
+    config = _config(folder)
+    checkpoint = Checkpoint(folder, config, _files(folder))
+    checkpoint.check()
+    return checkpoint
+
+
+def _config(folder: Path) -> Any:
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    raw = _json(folder / "config.json", "config.json")
+    kind = raw.get("model_type") if isinstance(raw, dict) else None
+    if not isinstance(kind, str):
+        raise MoecError("config.json names no model_type", where=str(folder / "config.json"))
+    if kind not in CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise MoecError(
+            f"model_type {kind!r} is not a causal language model that transformers knows",
+            where=str(folder / "config.json"),
+        )
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise MoecError(
+            f"the checkpoint is already quantized ({method})",
+            where=str(folder / "config.json"),
+            hint="Give the bf16, fp16 or fp32 checkpoint: moec quantizes itself.",
+        )
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as e:  # transformers raises many types for bad fields
+        raise MoecError(f"config.json does not describe a {kind} model: {e}", where=str(folder)) from e
+
+
+def _json(path: Path, name: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        raise MoecError(f"the folder has no {name}", where=str(path.parent)) from e
+    except (OSError, ValueError) as e:
+        raise MoecError(f"{name} is not readable JSON: {e}", where=str(path)) from e
+
+
+def _files(folder: Path) -> list[SafetensorsFile]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        table = _json(index, index.name)
+        if not isinstance(table, dict) or not isinstance(table.get("weight_map"), dict):
+            raise MoecError("the index of the shards has no weight_map", where=str(index))
+        names = sorted(set(table["weight_map"].values()))
+    else:
+        names = sorted(p.name for p in folder.glob("*.safetensors"))
+    if not names:
+        raise MoecError(
+            "the folder has no *.safetensors",
+            where=str(folder),
+            hint="Save it with save_pretrained(...) first.",
+        )
+    return [_file(folder, n) for n in names]
+
+
+def _file(folder: Path, name: str) -> SafetensorsFile:
+    if Path(name).name != name:
+        raise MoecError(f"the index names a shard outside the folder: {name}", where=str(folder))
+    return SafetensorsFile(folder / name)
