@@ -1,0 +1,246 @@
+"""Runs a bundle's graph on the CPU: ONNX Runtime with libmoec_cpu, caches updated in place.
+
+The state inputs (`kv.*.blocks`, `kv.*.ring`) and their outputs are bound to the same memory, so a step copies
+no cache. ONNX Runtime's 4-bit matrix product gives a row the same bits whatever rows are beside it only if the
+number of rows is even, so every run is padded to an even number, with an idle row or with a padding token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+
+from moec.errors import MoecError
+from moec.runtime.backends.ort_errors import load_error, run_error
+from moec.runtime.cpu_info import physical_cores
+
+_STEP_INPUTS = ("input_ids", "slot_ids", "num_tokens", "lengths")
+_NUMPY_TYPES = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int8)": np.int8,
+    "tensor(uint8)": np.uint8,
+    "tensor(int32)": np.int32,
+}
+_CACHED_POSITIONS = 2  # bindings of decode-sized runs are kept
+
+
+@dataclass
+class _Bound:
+    """An IOBinding for one shape of run, with the arrays that its step inputs and its logits live in."""
+
+    binding: ort.IOBinding
+    input_ids: np.ndarray
+    slot_ids: np.ndarray
+    num_tokens: np.ndarray
+    logits: np.ndarray
+
+
+class CpuBackend:
+    """A loaded graph with its state.
+
+    Args:
+        model: `model.onnx`, with its external data beside it.
+        constants: Arrays for graph inputs that are neither state nor step inputs (calibration, expert
+            stores); bound without a copy.
+        context: Tokens a slot can hold.
+        library: libmoec_cpu, or None if the graph has only standard operators.
+        threads: Threads of ONNX Runtime; None takes every physical core.
+
+    Attributes:
+        batch: Slots B.
+        vocab_size: V.
+        lengths: int32 `[B]`, tokens cached in each slot.
+
+    Raises:
+        MoecError: The graph does not load or lacks an input.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        constants: Mapping[str, np.ndarray],
+        *,
+        context: int,
+        library: Path | None = None,
+        threads: int | None = None,
+    ) -> None:
+        self._path, self._library = model, library
+        self._threads = threads or physical_cores()
+        self._session = self._create(str(model))
+        self._all_session: ort.InferenceSession | None = None
+        self.context = context
+        shapes = {entry.name: entry for entry in self._session.get_inputs()}
+        self.batch = int(shapes["lengths"].shape[0])
+        self.vocab_size = int(self._session.get_outputs()[0].shape[-1])
+        self.lengths = np.zeros(self.batch, np.int32)
+        self._state = self._allocate_state()
+        self._arrays = self._collect(constants)
+        self._values = {name: ort.OrtValue.ortvalue_from_numpy(a) for name, a in self._arrays.items()}
+        self._bound: dict[tuple[int, int], _Bound] = {}
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes allocated for the caches of all slots."""
+        return sum(array.nbytes for array in self._state.values())
+
+    def set_length(self, slot: int, length: int) -> None:
+        """Forgets all but the first `length` tokens of a slot; 0 empties it."""
+        self.lengths[slot] = length
+
+    def step(self, input_ids: np.ndarray, slot_ids: Sequence[int], num_tokens: Sequence[int]) -> np.ndarray:
+        """Appends tokens to slots and returns the logits after the last one of each row.
+
+        Args:
+            input_ids: int `[b,S]`, padded on the right.
+            slot_ids: The slot of each row, no two alike.
+            num_tokens: Valid tokens of each row.
+
+        Returns:
+            float32 `[b,V]`, the caller's own.
+
+        Raises:
+            MoecError: A slot would exceed the context, or an operator failed; `lengths` is unchanged then.
+        """
+        return self._run(self._session, input_ids, slot_ids, num_tokens)
+
+    def step_all(
+        self, input_ids: np.ndarray, slot_ids: Sequence[int], num_tokens: Sequence[int]
+    ) -> np.ndarray:
+        """The same with the logits of every position, float32 `[b,S,V]`; first use loads a second graph."""
+        if self._all_session is None:
+            self._all_session = self._create(_all_logits(self._path))
+        return self._run(self._all_session, input_ids, slot_ids, num_tokens)
+
+    def _run(
+        self,
+        session: ort.InferenceSession,
+        input_ids: np.ndarray,
+        slot_ids: Sequence[int],
+        num_tokens: Sequence[int],
+    ) -> np.ndarray:
+        rows, positions = np.shape(input_ids)
+        self._check_room(slot_ids, num_tokens)
+        ids, slots, counts = pad_even(input_ids, slot_ids, num_tokens, self.batch)
+        bound = self._bind(session, *ids.shape)
+        bound.input_ids[:], bound.slot_ids[:], bound.num_tokens[:] = ids, slots, counts
+        try:
+            session.run_with_iobinding(bound.binding)
+        except Exception as error:  # ONNX Runtime has no common base class
+            raise run_error(error, str(self._path.parent)) from error
+        self.lengths[bound.slot_ids] += bound.num_tokens
+        logits = bound.logits[:rows] if bound.logits.ndim == 2 else bound.logits[:rows, :positions]
+        return logits.copy()
+
+    def _check_room(self, slot_ids: Sequence[int], num_tokens: Sequence[int]) -> None:
+        for slot, count in zip(slot_ids, num_tokens, strict=True):
+            if self.lengths[slot] + count > self.context:
+                raise MoecError(
+                    f"Slot {slot} cannot hold {self.lengths[slot] + count} tokens, only {self.context}"
+                )
+
+    def _create(self, model: str | bytes) -> ort.InferenceSession:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = self._threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 4  # errors come as exceptions
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(self._path.parent)
+        )
+        try:
+            if self._library is not None:
+                options.register_custom_ops_library(str(self._library))
+            return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # ONNX Runtime has no common base class
+            raise load_error(error, str(self._path)) from error
+
+    def _allocate_state(self) -> dict[str, np.ndarray]:
+        outputs = {entry.name for entry in self._session.get_outputs()}
+        return {
+            entry.name: np.zeros(entry.shape, _NUMPY_TYPES[entry.type])
+            for entry in self._session.get_inputs()
+            if f"{entry.name}.out" in outputs
+        }
+
+    def _collect(self, constants: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """One array for every graph input that keeps its memory for good."""
+        arrays = {"lengths": self.lengths, **self._state}
+        for entry in self._session.get_inputs():
+            if entry.name in arrays or entry.name in _STEP_INPUTS:
+                continue
+            arrays[entry.name] = _matching(constants, entry, self._path)
+        return arrays
+
+    def _bind(self, session: ort.InferenceSession, rows: int, positions: int) -> _Bound:
+        keep = session is self._session and positions <= _CACHED_POSITIONS
+        key = rows, positions
+        if keep and key in self._bound:
+            return self._bound[key]
+        bound = self._new_binding(session, rows, positions)
+        if keep:
+            self._bound[key] = bound
+        return bound
+
+    def _new_binding(self, session: ort.InferenceSession, rows: int, positions: int) -> _Bound:
+        dims = (rows,) if session is self._session else (rows, positions)
+        arrays = {
+            "input_ids": np.zeros((rows, positions), np.int32),
+            "slot_ids": np.zeros(rows, np.int32),
+            "num_tokens": np.zeros(rows, np.int32),
+        }
+        logits = np.zeros((*dims, self.vocab_size), np.float32)
+        binding = session.io_binding()
+        for name, array in arrays.items():
+            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+        for name, value in self._values.items():
+            binding.bind_ortvalue_input(name, value)
+        for name in self._state:
+            binding.bind_ortvalue_output(f"{name}.out", self._values[name])
+        binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(logits))
+        return _Bound(binding, *arrays.values(), logits)
+
+
+def pad_even(
+    input_ids: np.ndarray, slot_ids: Sequence[int], num_tokens: Sequence[int], batch: int
+) -> tuple[np.ndarray, list[int], list[int]]:
+    """Makes rows times positions even, the cheaper way: an idle row, or a padding token in each row.
+
+    The idle row needs a slot that no other row of the run uses.
+    """
+    ids = np.asarray(input_ids, np.int32)
+    slots, counts = list(slot_ids), list(num_tokens)
+    rows, positions = ids.shape
+    if rows * positions % 2 == 0:
+        return ids, slots, counts
+    free = next((slot for slot in range(batch) if slot not in slots), None)
+    if free is not None and positions <= rows:
+        return np.pad(ids, ((0, 1), (0, 0))), [*slots, free], [*counts, 0]
+    return np.pad(ids, ((0, 0), (0, 1))), slots, counts
+
+
+def _matching(constants: Mapping[str, np.ndarray], entry: ort.NodeArg, path: Path) -> np.ndarray:
+    """The constant for a graph input, checked against what the graph declares."""
+    if entry.name not in constants:
+        raise MoecError(f"The graph's input {entry.name} has no value in the bundle", where=str(path))
+    array = constants[entry.name]
+    expected = tuple(entry.shape), np.dtype(_NUMPY_TYPES[entry.type])
+    if (array.shape, array.dtype) != expected:
+        found = f"{array.dtype} {list(array.shape)}"
+        raise MoecError(
+            f"{entry.name} is {found}, the graph wants {expected[1]} {list(expected[0])}", where=str(path)
+        )
+    return np.ascontiguousarray(array)
+
+
+def _all_logits(path: Path) -> bytes:
+    import onnx_ir
+
+    from moec.rewrite.graph_edit import all_logits
+
+    model = onnx_ir.load(path)
+    return onnx_ir.to_proto(all_logits(model) or model).SerializeToString()
