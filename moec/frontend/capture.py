@@ -1,0 +1,158 @@
+"""transformers model -> standard ONNX graph with symbolic rows b and tokens S, without any weight in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from moec.bundle.geometry import Geometry
+from moec.checkpoint import Checkpoint
+from moec.frontend import families
+from moec.frontend.hooks import NAME, KVLayer, Trace, tracing
+from moec.frontend.probe import cache_layers, probe, use_hooks, window_of
+from moec.frontend.simplify import simplify
+from moec.frontend.translate import TABLE
+
+OPSET = 24
+_ROWS = ("input_ids", "slot_ids", "lengths", "num_tokens")
+_PREFIX = "causal_lm."
+
+
+@dataclass
+class Captured:
+    """The exported graph (initializers that come from the checkpoint carry names and shapes, no data) and the geometry."""
+
+    model: ir.Model
+    geometry: Geometry
+
+
+class _Step(torch.nn.Module):
+    """What is traced: tokens of some rows go in, logits of their last tokens and all caches come out."""
+
+    def __init__(self, causal_lm: Any, windows: list[int], geometry: Geometry) -> None:
+        super().__init__()
+        self.causal_lm, self.windows = causal_lm, windows
+        self.attending = [a.layer for a in geometry.attention]
+        names = {n: m for n, m in causal_lm.named_modules()}
+        self.moe = {id(names[m.down.rpartition(".")[0]]): m for m in geometry.moe}
+
+    def forward(self, input_ids, slot_ids, lengths, num_tokens, states):
+        """int32 `[b,S]`, `[b]`, `[B]`, `[b]`; states key, value of each layer `[B,Hkv,M,D]`."""
+        start = torch.index_select(lengths, 0, slot_ids)
+        steps = torch.arange(input_ids.shape[1], dtype=torch.int64)
+        positions = start.to(torch.int64)[:, None] + steps
+        layers = self._layers(states)
+        trace = Trace(layers, slot_ids, start, positions, self.moe)
+        with tracing(trace), self._last_token(num_tokens):
+            out = self.causal_lm(
+                input_ids=input_ids,
+                position_ids=positions,
+                cache=_cache(self.causal_lm.config, layers),
+                use_cache=True,
+            )
+        return out.logits, [t for i in self.attending for t in layers[i].updated]
+
+    def _layers(self, states: list[torch.Tensor]) -> list[KVLayer]:
+        pairs = dict(zip(self.attending, zip(states[::2], states[1::2], strict=True), strict=True))
+        any_pair = next(iter(pairs.values()))
+        return [KVLayer(*pairs.get(i, any_pair), window) for i, window in enumerate(self.windows)]
+
+    @contextlib.contextmanager
+    def _last_token(self, num_tokens: torch.Tensor) -> Iterator[None]:
+        head = self.causal_lm.get_output_embeddings()
+        pick = lambda _, args: (torch.ops.moec.last_hidden(args[0], num_tokens),)  # noqa: E731
+        handle = head.register_forward_pre_hook(pick)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def _cache(config: Any, layers: list[KVLayer]) -> Any:
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=config)
+    cache.layers = layers
+    return cache
+
+
+def capture(ckpt: Checkpoint, batch: int, context: int) -> Captured:
+    """Exports the checkpoint's architecture. Parameters cost no memory: a 47 B model needs about 0.5 GB.
+
+    Args:
+        ckpt: An open checkpoint.
+        batch: Slots of the cache (B).
+        context: Tokens of the cache (M).
+
+    Raises:
+        MoecError: The model has a part that moec cannot express; the message names it.
+    """
+    geometry = probe(ckpt, context)
+    skeleton = ckpt.skeleton(attn_implementation=NAME)
+    use_hooks(skeleton)
+    windows = [w if (w := window_of(c)) < context else 0 for c in cache_layers(ckpt.config)]
+    step = _Step(skeleton, windows, geometry).eval()
+    args = _arguments(geometry, batch, context)
+    with torch.no_grad(), families.patched(skeleton), _quiet():
+        program = torch.export.export(step, args, dynamic_shapes=_dynamic(args), strict=False)
+        onnx_program = torch.onnx.export(
+            program, args=(), dynamo=True, opset_version=OPSET, custom_translation_table=TABLE,
+            verbose=False, optimize=False,
+        )  # fmt: skip
+        model = onnx_program.model
+        _rename(model, ckpt, geometry)
+        simplify(model)
+    return Captured(model, geometry)
+
+
+def _arguments(geometry: Geometry, batch: int, context: int) -> tuple[Any, ...]:
+    """Example inputs: 2 rows of 3 tokens (1 would be specialised), zero-storage caches."""
+    i32 = torch.int32
+    zero = torch.zeros(())
+    states = []
+    for a in geometry.attention:
+        states += [zero.expand(batch, a.num_kv_heads, context, d) for d in (a.k_dim, a.v_dim)]
+    rows = torch.zeros(2, 3, dtype=i32), torch.zeros(2, dtype=i32), torch.zeros(batch, dtype=i32)
+    return (*rows, torch.ones(2, dtype=i32), states)
+
+
+def _dynamic(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    b, s = torch.export.Dim("b", min=1, max=4096), torch.export.Dim("S", min=1, max=1 << 20)
+    return ({0: b, 1: s}, {0: b}, {}, {0: b}, [{} for _ in args[-1]])
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter reports its progress on stdout and warns about everything; errors still pass."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
+def _rename(model: ir.Model, ckpt: Checkpoint, geometry: Geometry) -> None:
+    """Inputs and outputs get the contract's names, initializers the names of transformers."""
+    graph = model.graph
+    state = [f"kv.{a.layer}.{part}" for a in geometry.attention for part in ("key", "value")]
+    for value, name in zip(graph.inputs, [*_ROWS, *state], strict=True):
+        value.name = name
+    for value, name in zip(graph.outputs, ["logits", *(f"{n}.out" for n in state)], strict=True):
+        value.name = name
+    known = set(ckpt.param_names())
+    for value in list(graph.initializers.values()):
+        name = value.name.removeprefix(_PREFIX)
+        if name in known:
+            value.name = ckpt.canonical(name)
+            value.const_value = None  # a parameter of the checkpoint: only its name and shape count here

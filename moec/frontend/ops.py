@@ -1,0 +1,39 @@
+"""The torch operators that stand for attention, experts and the choice of the last token while a model is traced.
+
+They exist in traced graphs only (shapes, no kernels): `translate.py` gives each one its standard ONNX form.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_LIB = torch.library.Library("moec", "DEF")
+_LIB.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor past_k, Tensor past_v, Tensor slot_ids, Tensor start, "
+    "Tensor positions, Tensor? sinks, float scale, int window, float softcap, int layer) -> (Tensor, Tensor, Tensor)"
+)
+_LIB.define(
+    "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias, "
+    "Tensor? down_bias, str activation, bool gated, bool transposed, bool interleaved, float alpha, float limit, "
+    "int layer) -> Tensor"
+)
+_LIB.define("last_hidden(Tensor hidden, Tensor num_tokens) -> Tensor")
+
+
+@torch.library.register_fake("moec::attention", lib=_LIB)
+def _attention(q, k, v, past_k, past_v, *_):
+    """q `[b,Hq,S,Dk]`, k/v `[b,Hkv,S,D]`, caches `[B,Hkv,M,D]` -> out `[b,S,Hq*Dv]` and the caches."""
+    b, heads, s, _ = q.shape
+    return q.new_empty(b, s, heads * v.shape[-1]), torch.empty_like(past_k), torch.empty_like(past_v)
+
+
+@torch.library.register_fake("moec::experts", lib=_LIB)
+def _experts(x, *_):
+    """x `[T,H]`, ids and weights `[T,K]` -> `[T,H]`."""
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("moec::last_hidden", lib=_LIB)
+def _last_hidden(hidden, num_tokens):
+    """hidden `[b,S,H]`, num_tokens `[b]` -> `[b,H]`: the row of each sequence's last valid token."""
+    return hidden.new_empty(hidden.shape[0], hidden.shape[2])

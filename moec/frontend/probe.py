@@ -1,0 +1,138 @@
+"""The geometry of a model, read off one forward pass over shapes (meta device): nothing is computed or loaded."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from moec.bundle.geometry import AttentionLayer, Geometry, MoELayer
+from moec.checkpoint import Checkpoint
+from moec.checkpoint.skeleton import meta_model
+from moec.errors import MoecError
+from moec.frontend import families
+from moec.frontend.activation import activation_of
+from moec.frontend.hooks import NAME, AttentionCall, ExpertsCall, KVLayer, Trace, tracing, up_name
+
+
+def probe(ckpt: Checkpoint, context: int) -> Geometry:
+    """Shapes and constants of every attention and MoE layer, as seen by a cache of `context` tokens.
+
+    Windows of `context` tokens or more are no windows at all and are reported as 0.
+
+    Raises:
+        MoecError: A layer has attention or experts that moec cannot express, or `context` exceeds the model's.
+    """
+    config = ckpt.config
+    limit = int(getattr(config, "max_position_embeddings", context))
+    if context > limit:
+        raise MoecError(f"context {context} is longer than the model's {limit}", where=str(ckpt.path))
+    trace = _run(ckpt)
+    names = module_names(trace, ckpt)
+    attention = tuple(_attention(c, context) for c in sorted(trace.attention, key=lambda c: c.layer))
+    moe = tuple(_moe(c, names[id(c.module)]) for c in trace.experts)
+    if not moe:
+        raise MoecError(f"{config.model_type}: its experts cannot be captured", where=str(ckpt.path))
+    return Geometry(config.model_type, config.vocab_size, config.hidden_size, limit, attention, moe)
+
+
+def cache_layers(config: Any) -> list[Any]:
+    """transformers' own cache layers of this model: they know each layer's window.
+
+    Raises:
+        MoecError: A layer keeps a state other than keys and values (linear attention, convolutions).
+    """
+    from transformers import DynamicCache
+
+    layers = DynamicCache(config=config).layers
+    # Families that leave their layers to be made on first use have plain full attention everywhere.
+    layers += [None] * (config.num_hidden_layers - len(layers))
+    kinds = getattr(config, "layer_types", None) or []
+    odd = [k for k in kinds if k not in ("full_attention", "sliding_attention", "chunked_attention")]
+    if odd:
+        raise MoecError(f"{config.model_type}: layers of type {odd[0]} are not supported")
+    return layers
+
+
+def window_of(layer: Any) -> int:
+    """Window of one of transformers' cache layers; 0 = full attention."""
+    return int(getattr(layer, "sliding_window", 0) or 0) if getattr(layer, "is_sliding", False) else 0
+
+
+def _run(ckpt: Checkpoint) -> Trace:
+    from transformers import DynamicCache
+
+    model = meta_model(ckpt.config, attn_implementation=NAME)
+    use_hooks(model)
+    empty = torch.empty(0, device="meta")
+    layers = [KVLayer(empty, empty, window_of(layer)) for layer in cache_layers(ckpt.config)]
+    cache = DynamicCache(config=ckpt.config)
+    cache.layers = layers
+    ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    with torch.no_grad(), families.patched(model), tracing(Trace(layers)) as trace:
+        model(input_ids=ids, cache=cache, use_cache=True)
+    trace.names = {id(m): n for n, m in model.named_modules()}
+    return trace
+
+
+def use_hooks(model: Any) -> None:
+    """Routes the model's attention and experts to the hooks."""
+    model.set_attn_implementation(NAME)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation(NAME)
+
+
+def layer_of(name: str) -> int:
+    """Index of the decoder layer in a module name."""
+    match = re.search(r"\.(\d+)\.", name)
+    if match is None:
+        raise MoecError(f"no layer index in the module name {name}")
+    return int(match[1])
+
+
+def module_names(trace: Trace, ckpt: Checkpoint) -> dict[int, str]:
+    """id(experts module) -> name, for the modules that were called."""
+    names = {id(c.module): trace.names[id(c.module)] for c in trace.experts}
+    layers = [layer_of(n) for n in names.values()]
+    if len(set(layers)) != len(layers):
+        raise MoecError("two experts modules in one layer are not supported", where=str(ckpt.path))
+    return names
+
+
+def _attention(call: AttentionCall, context: int) -> AttentionLayer:
+    return AttentionLayer(
+        layer=call.layer,
+        num_heads=call.query[1],
+        num_kv_heads=call.key[1],
+        k_dim=call.key[3],
+        v_dim=call.value[3],
+        scale=call.scale,
+        window=call.window if call.window < context else 0,
+        softcap=call.softcap,
+        has_sink_logits=call.sinks,
+    )
+
+
+def _moe(call: ExpertsCall, name: str) -> MoELayer:
+    m, form = call.module, activation_of(call.module)
+    down = m.down_proj.shape  # [E,H,I], transposed [E,I,H]
+    hidden, inter = (down[2], down[1]) if m.is_transposed else (down[1], down[2])
+    return MoELayer(
+        layer=layer_of(name),
+        num_experts=down[0],
+        top_k=call.top_k,
+        hidden_size=hidden,
+        intermediate_size=inter,
+        activation=form.name,
+        gated=m.has_gate,
+        has_bias=m.has_bias,
+        alpha=form.alpha,
+        limit=form.limit,
+        gate_up=f"{name}.{up_name(m)}",
+        down=f"{name}.down_proj",
+        gate_up_bias=f"{name}.{up_name(m)}_bias" if m.has_bias else None,
+        down_bias=f"{name}.down_proj_bias" if m.has_bias else None,
+        transposed=m.is_transposed,
+        interleaved=not m.is_concatenated,
+    )
