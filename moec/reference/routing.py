@@ -20,7 +20,7 @@ class RouterConfig:
         num_experts, top_k: E and K.
         scoring: softmax | sigmoid over all experts, or softmax_after_topk: over the chosen ones.
         renormalize: Divide the chosen weights by their sum (softmax and sigmoid).
-        num_groups, topk_groups: Only experts of the best topk_groups groups may be chosen (0 or 1: no groups).
+        num_groups, topk_groups: Only experts of the best topk_groups groups can be chosen (0 or 1: any).
         group_score: Score of a group: its best expert (max) or the sum of its best two (top2).
         routed_scale: Factor on the final weights.
 
