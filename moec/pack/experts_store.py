@@ -1,0 +1,159 @@
+"""Write and map `experts.moex`: expert by expert, so that memory holds one expert at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import xxhash
+
+from moec.bundle.geometry import Geometry, MoELayer
+from moec.bundle.writer import writing
+from moec.checkpoint import Checkpoint
+from moec.errors import MoecError
+from moec.reference.experts import BlobLayout, ExpertWeights, pack_expert
+from moec.reference.store import StoreHeader, StoreLayer
+
+OnBytes = Callable[[int], None]
+
+
+def blob_layout(layer: MoELayer, weight_format: str) -> BlobLayout:
+    """Where everything is in a blob of this layer."""
+    return BlobLayout(weight_format, layer.hidden_size, layer.intermediate_size, layer.gated, layer.has_bias)
+
+
+def plan_store(geometry: Geometry, weight_format: str) -> StoreHeader:
+    """The header of the store, without reading any weight."""
+    layers = [(m.layer, m.num_experts, blob_layout(m, weight_format).blob_bytes) for m in geometry.moe]
+    return StoreHeader.plan(weight_format, 64, layers)
+
+
+def checked_bytes(header: StoreHeader) -> int:
+    """Length of header and hash table: what the manifest's checksum covers."""
+    return header.header_bytes + 8 * header.num_experts
+
+
+def write_experts(
+    path: Path,
+    geometry: Geometry,
+    checkpoint: Checkpoint,
+    weight_format: str,
+    on_bytes: OnBytes | None = None,
+) -> StoreHeader:
+    """Quantize every expert into the store.
+
+    Args:
+        path: The file to make.
+        geometry: Says where the expert weights are and how they lie there.
+        checkpoint: Where they are read from, one expert at a time.
+        weight_format: int4 | bf16.
+        on_bytes: Called with the bytes of each blob that was written.
+
+    Raises:
+        MoecError: a full disk, or weights that cannot be packed (names layer and expert).
+    """
+    header = plan_store(geometry, weight_format)
+    with writing(path, header.file_bytes), path.open("wb") as file:
+        hashes = [
+            _write_layer(file, place, layer, checkpoint, weight_format, on_bytes)
+            for place, layer in zip(header.layers, geometry.moe, strict=True)
+        ]
+        file.truncate(header.file_bytes)
+        file.seek(0)
+        file.write(header.pack())
+        file.write(np.array([h for layer in hashes for h in layer], "<u8").tobytes())
+    return header
+
+
+def _write_layer(
+    file: BinaryIO,
+    place: StoreLayer,
+    layer: MoELayer,
+    checkpoint: Checkpoint,
+    weight_format: str,
+    on_bytes: OnBytes | None,
+) -> list[int]:
+    layout, hashes = blob_layout(layer, weight_format), []
+    file.seek(place.offset)
+    for expert in range(layer.num_experts):
+        blob = _pack(layout, layer, checkpoint, expert)
+        hashes.append(xxhash.xxh64_intdigest(blob))
+        file.write(memoryview(blob))
+        if on_bytes is not None:
+            on_bytes(blob.nbytes)
+    return hashes
+
+
+def _pack(layout: BlobLayout, layer: MoELayer, checkpoint: Checkpoint, expert: int) -> np.ndarray:
+    try:
+        return pack_expert(layout, read_expert(checkpoint, layer, expert))
+    except MoecError as error:
+        where = f"layer {layer.layer}, expert {expert}"
+        raise MoecError(error.what, where=where, hint=error.hint) from None
+
+
+def read_expert(checkpoint: Checkpoint, layer: MoELayer, expert: int) -> ExpertWeights:
+    """One expert in the canonical form: rows are output features, gate rows first.
+
+    Returns:
+        gate_up `[2I,H]` (`[I,H]` not gated), down `[H,I]` in the checkpoint's dtype, biases `[2I]`, `[H]`.
+    """
+
+    def part(name: str | None, gate_up: bool) -> np.ndarray | None:
+        if name is None:
+            return None
+        value = checkpoint.expert(name, expert)
+        value = value.T if layer.transposed and value.ndim == 2 else value
+        return _split_pairs(value) if gate_up and layer.interleaved else value
+
+    weights = part(layer.gate_up, True), part(layer.down, False)
+    return ExpertWeights(*weights, part(layer.gate_up_bias, True), part(layer.down_bias, False))
+
+
+def _split_pairs(rows: np.ndarray) -> np.ndarray:
+    """gate0, up0, gate1, ... -> gate0, gate1, ..., up0, up1, ..."""
+    return np.concatenate([rows[0::2], rows[1::2]])
+
+
+@dataclass(frozen=True)
+class ExpertStore:
+    """A mapped store: `data` is the whole file, uint8, read-only."""
+
+    path: Path
+    header: StoreHeader
+    data: np.ndarray
+
+    def layer(self, layer: int) -> np.ndarray:
+        """The blobs of a layer, int8 `[num_experts, blob_bytes]`, mapped.
+
+        Raises:
+            MoecError: the layer has no experts.
+        """
+        self.header.hash_index(layer)
+        place = next(p for p in self.header.layers if p.layer == layer)
+        return self.data[place.offset : place.end].view(np.int8).reshape(place.num_experts, place.blob_bytes)
+
+    def hashes(self, layer: int) -> np.ndarray:
+        """XXH64 of each blob of a layer, uint64 `[num_experts]`."""
+        first = self.header.hash_index(layer)
+        return self.header.hashes(self.data)[first : first + len(self.layer(layer))]
+
+
+def open_experts(path: Path) -> ExpertStore:
+    """Map a store.
+
+    Raises:
+        MoecError: missing, not a store, damaged header, or shorter than its header says.
+    """
+    try:
+        data = np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError) as error:
+        raise MoecError(f"The expert store cannot be read: {error}", where=str(path)) from None
+    header = StoreHeader.parse(memoryview(data[: 1 << 20]), str(path))
+    if header.file_bytes != data.size:
+        what = f"{path.name} is damaged: it has {data.size} bytes, its header says {header.file_bytes}"
+        raise MoecError(what, where=str(path))
+    return ExpertStore(path, header, data)
