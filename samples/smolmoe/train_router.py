@@ -1,0 +1,167 @@
+"""Train the sample's routers and write routers.npz (committed): `python -m samples.smolmoe.train_router`.
+
+1. Layer by layer: routers and shared-expert gates minimise the distance to the dense FFN on the dense model's
+   own text. With Y_e the output of group e, the error sum_e (g_e - 1) Y_e has the squared norm
+   (g-1)' G (g-1), so one 9x9 Gram matrix a token is all that training needs.
+2. End to end: the same parameters minimise the divergence from the dense model's next-token distribution.
+
+Seeds are fixed. It takes about 15 minutes on one core; nothing but default.txt is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch.nn.functional import kl_div, log_softmax
+
+from samples.smolmoe.dense import load_model
+from samples.smolmoe.routed import RoutedMLP, Routers
+from samples.smolmoe.source import build_tokenizer, load_dense
+from samples.smolmoe.split import SHARED, TOP_K, activations, assign_neurons
+
+HERE = Path(__file__).parent
+TEXT = HERE.parents[1] / "moec" / "calibrate" / "default.txt"
+WINDOW, SEED = 256, 7
+LAYER_STEPS, LAYER_BATCH, LAYER_RATE = 1200, 2048, 2e-3
+MODEL_BATCH, MODEL_RATE, BALANCE = 4, 1e-3, 0.01
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=HERE / "routers.npz")
+    parser.add_argument("--epochs", type=int, default=2, help="passes of the end-to-end stage")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    dense = load_dense()
+    model = load_model(dense).requires_grad_(False)
+    ids = build_tokenizer(dense).encode(TEXT.read_text()).ids
+    windows = torch.tensor(ids[: len(ids) // WINDOW * WINDOW]).view(-1, WINDOW)
+    routers = train_layers(model, windows)
+    routers.save(options.output)
+    train_model(model, routers, windows, options.epochs)
+    routers.save(options.output)
+
+
+def train_layers(model: torch.nn.Module, windows: torch.Tensor) -> Routers:
+    """Stage 1 for every layer."""
+    inputs = _mlp_inputs(model, windows)
+    layers = []
+    for number, (layer, hidden) in enumerate(zip(model.model.layers, inputs, strict=True)):
+        weights = layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight, layer.mlp.down_proj.weight
+        layers.append(train_layer(hidden, *weights, seed=SEED + number))
+        print(f"layer {number}: " + ", ".join(f"{k} {v:.4f}" for k, v in layers[-1][3].items()), flush=True)
+    return Routers(*(torch.stack(parts) for parts in zip(*[layer[:3] for layer in layers], strict=True)))
+
+
+@torch.no_grad()
+def _mlp_inputs(model: torch.nn.Module, windows: torch.Tensor) -> list[torch.Tensor]:
+    """What reaches every layer's FFN: one [N,H] a layer."""
+    seen: list[list[torch.Tensor]] = [[] for _ in model.model.layers]
+    hooks = [
+        layer.mlp.register_forward_pre_hook(lambda _, args, store=store: store.append(args[0].flatten(0, 1)))
+        for layer, store in zip(model.model.layers, seen, strict=True)
+    ]
+    for chunk in windows.split(8):
+        model.model(chunk)
+    for hook in hooks:
+        hook.remove()
+    return [torch.cat(parts) for parts in seen]
+
+
+def train_layer(hidden, gate, up, down, seed):
+    """One layer's groups u8 [I], router [E,H], shared gate [H], and a report on the last tenth."""
+    torch.manual_seed(seed)
+    neurons = activations(hidden, gate, up)
+    groups = assign_neurons(neurons, down, seed)
+    gram = _gram(neurons, down, groups)
+    router = _ridge(hidden, gram).requires_grad_(True)
+    shared = torch.zeros(hidden.shape[1], requires_grad=True)
+    train = int(len(hidden) * 0.9)
+    optimizer = torch.optim.Adam([router, shared], lr=LAYER_RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, LAYER_STEPS)
+    for _ in range(LAYER_STEPS):
+        rows = torch.randint(0, train, (LAYER_BATCH,))
+        hard, soft, _ = _losses(hidden[rows], gram[rows], router, shared)
+        optimizer.zero_grad()
+        (hard + 0.3 * soft).backward()
+        optimizer.step()
+        schedule.step()
+    with torch.no_grad():
+        hard, _, factors = _losses(hidden[train:], gram[train:], router, shared)
+        chosen = factors[:, :SHARED]
+        report = {
+            "error": hard.item(),
+            "weight std": chosen[chosen > 0].std().item() / TOP_K,
+            "least used": (chosen > 0).float().mean(0).min().item(),
+        }
+    return groups, router.detach(), shared.detach(), report
+
+
+def _gram(neurons: torch.Tensor, down: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Inner products of the groups' outputs a token, relative to the dense output: [N,9,9]."""
+    outputs = torch.stack([neurons[:, groups == g] @ down[:, groups == g].T for g in range(SHARED + 1)], 1)
+    size = outputs.sum(1).square().sum(1)
+    return outputs @ outputs.transpose(1, 2) / (size + size.median())[:, None, None]
+
+
+def _ridge(hidden: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+    """A first router: regression from the hidden state to how large every expert's output will be."""
+    target = gram.diagonal(dim1=1, dim2=2)[:, :SHARED].sqrt()
+    target = target - target.mean(1, keepdim=True)
+    normal = hidden.T @ hidden + 10 * torch.eye(hidden.shape[1])
+    router = torch.linalg.solve(normal, hidden.T @ target).T
+    return (0.3 / (hidden @ router.T).std() * router).contiguous()
+
+
+def _losses(hidden, gram, router, shared):
+    """Relative squared error with the chosen experts, with all (so that all learn), and the factors."""
+    logits = hidden @ router.T
+    gate = 2 * torch.sigmoid(hidden @ shared)[:, None]
+    values, chosen = logits.topk(TOP_K)
+    hard = torch.zeros_like(logits).scatter(1, chosen, values.softmax(-1) * TOP_K)
+    soft = logits.softmax(-1) * TOP_K
+    hard, soft = (torch.cat([factors, gate], 1) for factors in (hard, soft))
+    return _error(hard, gram), _error(soft, gram), hard
+
+
+def _error(factors: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+    missing = (factors - 1)[:, None]
+    return (missing @ gram @ missing.transpose(1, 2)).mean()
+
+
+def train_model(model: torch.nn.Module, routers: Routers, windows: torch.Tensor, epochs: int) -> None:
+    """Stage 2; changes `routers` in place."""
+    torch.manual_seed(SEED)
+    parameters = [routers.router.requires_grad_(True), routers.shared_gate.requires_grad_(True)]
+    optimizer = torch.optim.Adam(parameters, lr=MODEL_RATE)
+    steps = epochs * len(windows) // MODEL_BATCH
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
+    order = torch.cat([torch.randperm(len(windows)) for _ in range(epochs)]) if epochs else torch.empty(0)
+    for step in range(steps):
+        batch = windows[order[step * MODEL_BATCH : (step + 1) * MODEL_BATCH]]
+        loss, balance = _divergence(model, routers, batch)
+        optimizer.zero_grad()
+        (loss + BALANCE * balance).backward()
+        optimizer.step()
+        schedule.step()
+        numbers = f"divergence {loss.item():.4f}, balance {balance.item():.3f}"
+        print(f"step {step + 1} of {steps}: {numbers}", flush=True)
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+
+
+def _divergence(model: torch.nn.Module, routers: Routers, batch: torch.Tensor):
+    """KL(dense || routed) a token, and the mean load-balancing term of Switch (1 is even)."""
+    with torch.no_grad():
+        expected = log_softmax(model(batch).logits, -1)
+    with RoutedMLP.installed(model, routers) as layers:
+        got = log_softmax(model(batch).logits, -1)
+        balance = torch.stack([layer.balance for layer in layers]).mean()
+    return kl_div(got, expected, log_target=True, reduction="sum") / batch.numel(), balance
+
+
+if __name__ == "__main__":
+    main()
