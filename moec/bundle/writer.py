@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
@@ -106,23 +106,30 @@ class BundleWriter:
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def finish(self, manifest: Manifest, checked_bytes: dict[str, int] | None = None) -> Manifest:
+    def finish(
+        self,
+        manifest: Manifest,
+        checked_bytes: Mapping[str, int] | None = None,
+        unlisted: Collection[str] = (),
+    ) -> Manifest:
         """Checksum every file, write the manifest and move the bundle to its place.
 
         Args:
             manifest: Complete but for `files`.
             checked_bytes: Files of which only the beginning is covered by the manifest.
+            unlisted: Files that the manifest does not mention, because they differ from build to build.
 
         Returns:
             The manifest as written.
         """
-        manifest.files.update(self._records(checked_bytes or {}))
+        records = self._records(checked_bytes or {})
+        manifest.files.update({name: record for name, record in records.items() if name not in unlisted})
         write_bytes(self.folder / MANIFEST, render(manifest.to_json()))
         with writing(self.path, 0):
             _replace(self.folder, self.path)
         return manifest
 
-    def _records(self, checked_bytes: dict[str, int]) -> dict[str, FileRecord]:
+    def _records(self, checked_bytes: Mapping[str, int]) -> dict[str, FileRecord]:
         files = sorted(p for p in self.folder.rglob("*") if p.is_file())
         names = {p.relative_to(self.folder).as_posix(): p for p in files}
         return {name: FileRecord.of(path, checked_bytes.get(name)) for name, path in names.items()}

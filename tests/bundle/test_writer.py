@@ -132,3 +132,12 @@ def test_finish_records_every_file(tmp_path):
     }
     assert manifest.files["experts.moex"].checked_bytes == 512
     assert small_manifest().files == {}
+
+
+def test_unlisted_files_are_in_the_folder_only(tmp_path):
+    with BundleWriter(tmp_path / "out") as writer:
+        (writer.folder / "build_report.json").write_text("{}")
+        manifest = writer.finish(small_manifest(), unlisted=["build_report.json"])
+    assert manifest.files == {}
+    assert listing(tmp_path / "out") == ["build_report.json", "manifest.json"]
+    open_bundle(tmp_path / "out")

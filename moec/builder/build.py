@@ -1,0 +1,278 @@
+"""The stages of a build, in order."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import safetensors.numpy
+import xxhash
+
+from moec.builder.model_files import copy_model_files, generation_defaults, identity
+from moec.builder.options import BuildOptions, check_context, check_disk, check_options
+from moec.builder.report import REPORT, BuildReport, cache_sizes, expert_elements, size_table
+from moec.bundle.bindings import bindings_of
+from moec.bundle.geometry import Geometry
+from moec.bundle.manifest import Manifest, TokenizerFacts
+from moec.bundle.writer import BundleWriter, check_free_space, write_bytes
+from moec.calibrate import calibrate
+from moec.calibrate.text import DEFAULT_TEXT
+from moec.checkpoint import Checkpoint, open_checkpoint
+from moec.frontend.capture import Captured, capture
+from moec.frontend.save import save_exported
+from moec.pack.experts_store import checked_bytes, plan_store, write_experts
+from moec.pack.graph_weights import WEIGHTS, bind_weights, plans_for
+from moec.pack.weights import TensorPlan, plan_weights, write_weights
+from moec.progress import Progress
+from moec.reference.kv_layout import KVLayout
+from moec.reference.store import StoreHeader
+from moec.reference.weights import GROUP_SIZE
+from moec.rewrite import pipeline
+from moec.version import __version__
+
+GRAPH, EXPERTS, CALIBRATION = "model.onnx", "experts.moex", "calibration.safetensors"
+PathLike = str | os.PathLike[str]
+
+
+def build(
+    model: PathLike,
+    output: PathLike,
+    *,
+    context: int | None = None,
+    batch: int = 4,
+    kv: str = "mkv2",
+    weights: str = "int4",
+    experts: str = "int4",
+    calibration: PathLike | Sequence[PathLike] | None = None,
+    dump_dir: PathLike | None = None,
+    verbose: bool = False,
+    progress: Progress | None = None,
+) -> BuildReport:
+    """Compile a Hugging Face MoE checkpoint into a bundle.
+
+    Args:
+        model: Folder with config.json and *.safetensors.
+        output: Folder of the bundle; an older bundle there is replaced once the new one is complete.
+        context: Tokens a slot can hold; None = min(4096, what the model allows).
+        batch: Slots.
+        kv: Cache format: mkv2 | mkv2_lean | k4v2 | fp16 | fp32.
+        weights: Dense weights: int4 (embeddings and head int8) | bf16.
+        experts: Routed experts: int4 | bf16.
+        calibration: Text files for the cache's calibration; None = the shipped text.
+        dump_dir: Write exported.onnx (with fp32 weights) and the graph after each pass there.
+        verbose: Also report passes that changed nothing.
+        progress: Where progress is shown; None shows nothing.
+
+    Returns:
+        What was done; the bundle holds the same as `build_report.json`.
+
+    Raises:
+        MoecError: bad input, a model that moec cannot compile, or a full disk. Nothing is left behind then,
+            and an older bundle at `output` is untouched; the same holds for KeyboardInterrupt.
+    """
+    texts = [calibration] if isinstance(calibration, (str, os.PathLike)) else calibration or []
+    options = BuildOptions(
+        Path(model), Path(output), context, batch, kv, weights, experts, tuple(Path(t) for t in texts),
+        None if dump_dir is None else Path(dump_dir),
+    )  # fmt: skip
+    check_options(options)
+    progress = progress or Progress()
+    with progress.phase("Reading the checkpoint") as task:
+        checkpoint = open_checkpoint(options.model)
+        options = replace(options, context=check_context(checkpoint, context))
+        check_disk(checkpoint, options)
+        task.note(f"{checkpoint.config.model_type}, context {options.context}, {batch} slots")
+    with BundleWriter(options.output) as writer:
+        return _Build(options, checkpoint, writer, progress, verbose).run()
+
+
+class _Build:
+    """One build: every method is a stage and leaves its files in the writer's folder."""
+
+    def __init__(
+        self,
+        options: BuildOptions,
+        checkpoint: Checkpoint,
+        writer: BundleWriter,
+        progress: Progress,
+        verbose: bool,
+    ) -> None:
+        self.options, self.checkpoint, self.writer = options, checkpoint, writer
+        self.progress, self.verbose = progress, verbose
+        self.report = BuildReport(writer.path, options.to_json())
+
+    def run(self) -> BuildReport:
+        captured = self.capture()
+        geometry, layouts = captured.geometry, self.layouts(captured.geometry)
+        self.rewrite(captured, layouts)
+        self.calibrate(geometry, layouts)
+        plans = plans_for(captured.model, self.checkpoint.shape)
+        self.check_exact_size(plans, geometry)
+        places = self.pack_dense(plans)
+        header = self.pack_experts(geometry)
+        with self.progress.phase("Writing the bundle"):
+            bind_weights(captured.model, places)
+            write_bytes(self.writer.folder / GRAPH, _serialize(captured.model))
+            facts = copy_model_files(self.checkpoint, self.writer.folder)
+            self.measure(geometry, layouts, places)
+            manifest = self.manifest(captured, layouts, facts)
+            self.finish(manifest, header)
+        if not facts.has_tokenizer:
+            self.progress.warn("the checkpoint has no tokenizer: the bundle takes token ids only")
+        self.progress.table(size_table(self.report.sizes, self.report.options))
+        return self.report
+
+    def capture(self) -> Captured:
+        """Export the model; with --dump-dir also as a file that stock ONNX Runtime runs."""
+        with self.progress.phase("Exporting the graph") as task:
+            captured = capture(self.checkpoint, self.options.batch, self.options.context)
+            task.note(f"{captured.model.graph.num_nodes()} nodes")
+            if self.options.dump_dir is not None:
+                self.options.dump_dir.mkdir(parents=True, exist_ok=True)
+                save_exported(captured, self.checkpoint, self.options.dump_dir / "exported.onnx")
+        return captured
+
+    def layouts(self, geometry: Geometry) -> dict[int, KVLayout]:
+        """The cache layout of every attention layer."""
+        kv, context = self.options.kv, self.options.context
+        return {
+            a.layer: KVLayout(kv, a.num_kv_heads, a.k_dim, a.v_dim, context, window=a.window)
+            for a in geometry.attention
+        }
+
+    def rewrite(self, captured: Captured, layouts: Mapping[int, KVLayout]) -> None:
+        """Run the passes; the model becomes the CPU graph."""
+        context = pipeline.RewriteContext(
+            captured.geometry, dict(layouts), self.options.weights, self.options.experts
+        )
+        with self.progress.phase("Rewriting the graph") as task:
+            reports = pipeline.run(
+                captured.model, context, on_pass=self._on_pass, dump_dir=self.options.dump_dir
+            )
+            task.note(f"{len(reports)} passes, {captured.model.graph.num_nodes()} nodes")
+        self.report.passes = [_plain(r) for r in reports]
+
+    def _on_pass(self, report: Any) -> None:
+        if report.applied or self.verbose:
+            notes = f"  {'; '.join(map(str, report.notes))}" if report.notes and self.verbose else ""
+            self.progress.info(
+                f"  {report.name:<26} {report.seconds:7.1f} s  {report.applied} applied{notes}"
+            )
+
+    def calibrate(self, geometry: Geometry, layouts: Mapping[int, KVLayout]) -> None:
+        """Fit the cache's static tensors and write calibration.safetensors."""
+        texts = self.options.calibration or (DEFAULT_TEXT,)
+        quantized = any(layout.quantized for layout in layouts.values())
+        with self.progress.phase("Calibrating the KV cache", total=1) as task:
+
+            def on_progress(done: int, total: int) -> None:
+                task.advance(1 / total)
+                task.note(f"{done} of {total} windows of text")
+
+            tensors = calibrate(self.checkpoint, geometry, layouts, texts, on_progress)
+            if not quantized:
+                task.note(f"not needed for {self.options.kv}")
+            self._write_calibration(tensors, texts if quantized else ())
+
+    def _write_calibration(self, tensors: Mapping[str, np.ndarray], texts: Sequence[Path]) -> None:
+        sources = [{"name": t.name, "xxh64": xxhash.xxh64_hexdigest(t.read_bytes())} for t in texts]
+        data = safetensors.numpy.save(
+            {name: np.ascontiguousarray(value) for name, value in sorted(tensors.items())},
+            {"format": "moec", "texts": json.dumps(sources)},
+        )
+        write_bytes(self.writer.folder / CALIBRATION, data)
+
+    def check_exact_size(self, plans: Sequence[TensorPlan], geometry: Geometry) -> None:
+        """The last moment to refuse a disk that is too small."""
+        dense = plan_weights(plans, self.checkpoint.shape).total_bytes
+        needed = dense + plan_store(geometry, self.options.experts).file_bytes
+        check_free_space(self.writer.folder, needed)
+
+    def pack_dense(self, plans: Sequence[TensorPlan]) -> dict[str, tuple[int, int]]:
+        """Write weights.safetensors."""
+        total = plan_weights(plans, self.checkpoint.shape).total_bytes
+        with self.progress.phase("Packing dense weights", total=total) as task:
+            places = write_weights(self.writer.folder / WEIGHTS, plans, self.checkpoint, task.advance)
+            task.note(f"{len(plans)} tensors, {total / 1e6:.1f} MB, {self.options.weights}")
+        return places
+
+    def pack_experts(self, geometry: Geometry) -> StoreHeader:
+        """Write experts.moex."""
+        plan = plan_store(geometry, self.options.experts)
+        total = sum(place.num_experts * place.blob_bytes for place in plan.layers)
+        with self.progress.phase("Packing experts", total=total) as task:
+            path = self.writer.folder / EXPERTS
+            header = write_experts(path, geometry, self.checkpoint, self.options.experts, task.advance)
+            task.note(f"{header.num_experts} experts, {total / 1e6:.1f} MB, {self.options.experts}")
+        return header
+
+    def measure(
+        self,
+        geometry: Geometry,
+        layouts: Mapping[int, KVLayout],
+        places: Mapping[str, tuple[int, int]],
+    ) -> None:
+        """Fill in the sizes of the report."""
+        sizes = dict.fromkeys(("vocabulary", "dense", "vocabulary_bf16", "dense_bf16"), 0)
+        for name in {_parameter(tensor) for tensor in places}:
+            shape = self.checkpoint.shape(name)
+            part = "vocabulary" if len(shape) == 2 and shape[0] == geometry.vocab_size else "dense"
+            sizes[part] += sum(places[n][1] for n in (name, f"{name}.codes", f"{name}.scales") if n in places)
+            sizes[f"{part}_bf16"] += 2 * math.prod(shape)
+        folder = self.writer.folder
+        total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        sizes["experts"] = (folder / EXPERTS).stat().st_size
+        sizes["experts_bf16"] = 2 * expert_elements(geometry)
+        sizes["other"] = total - sizes["experts"] - sizes["dense"] - sizes["vocabulary"]
+        sizes["total"] = total
+        sizes["total_bf16"] = sizes["dense_bf16"] + sizes["vocabulary_bf16"] + sizes["experts_bf16"]
+        self.report.sizes = sizes | cache_sizes(layouts)
+
+    def manifest(
+        self, captured: Captured, layouts: Mapping[int, KVLayout], facts: TokenizerFacts
+    ) -> Manifest:
+        """The manifest, complete but for the files."""
+        inputs, outputs = bindings_of(captured.model.graph)
+        return Manifest(
+            model=identity(self.checkpoint),
+            geometry=captured.geometry,
+            context=self.options.context,
+            batch=self.options.batch,
+            kv=dict(layouts),
+            weights_format=self.options.weights,
+            experts_format=self.options.experts,
+            group_size=GROUP_SIZE,
+            inputs=inputs,
+            outputs=outputs,
+            tokenizer=facts,
+            moec_version=__version__,
+            generation=generation_defaults(self.checkpoint),
+            sizes=self.report.sizes,
+            options=self.options.to_json(),
+        )
+
+    def finish(self, manifest: Manifest, header: StoreHeader) -> None:
+        """Write the report, checksum everything and move the bundle to its place."""
+        self.report.seconds, self.report.warnings = self.progress.seconds, self.progress.warnings
+        text = json.dumps(self.report.to_json(), indent=1) + "\n"
+        write_bytes(self.writer.folder / REPORT, text.encode())
+        self.writer.finish(manifest, {EXPERTS: checked_bytes(header)}, unlisted=[REPORT])
+
+
+def _serialize(model: ir.Model) -> bytes:
+    return ir.to_proto(model).SerializeToString(deterministic=True)
+
+
+def _parameter(tensor: str) -> str:
+    return tensor.removesuffix(".codes").removesuffix(".scales")
+
+
+def _plain(report: Any) -> dict[str, Any]:
+    return json.loads(json.dumps(asdict(report), default=str))
