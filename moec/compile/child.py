@@ -1,0 +1,158 @@
+"""The build child: `python -m moec.compile.child REQUEST.json`, one process for one engine.
+
+A process of its own because TensorRT can abort, keeps its memory, and numbers things by process-wide counters
+(so that only fresh processes build identical bytes). It writes one JSON object a line to the descriptor named
+in the request: {"progress": fraction, "phase": name} and at last {"result": ...} or {"error": ...}. Everything
+TensorRT says goes to stderr, which the parent keeps as the log.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from moec.compile.adapter import Adapter
+from moec.errors import MoecError
+
+# Share of the build after which each step of the top phase ends, as measured on graphs of 2 to 64 layers.
+_STEP_ENDS = (0.01, 0.01, 0.03, 0.03, 0.97, 1.0)
+# The same within "Building engine from subgraph".
+_SUBGRAPH = {
+    "Optimizing graph": (0.0, 0.05),
+    "Timing tensor reformats": (0.05, 0.5),
+    "Determining refit engines": (0.5, 1.0),
+}
+
+
+class Channel:
+    """The line protocol to the parent."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._file = os.fdopen(descriptor, "w", buffering=1)
+
+    def send(self, **message: Any) -> bool:
+        """False when the parent is gone or has cancelled."""
+        try:
+            self._file.write(json.dumps(message) + "\n")
+        except (BrokenPipeError, ValueError):
+            return False
+        return True
+
+
+def make_logger(trt: Any) -> Any:
+    """Writes every message to stderr as one `[SEVERITY] text` record."""
+
+    class Logger(trt.ILogger):
+        def log(self, severity: Any, text: str) -> None:
+            sys.stderr.write(f"[{severity.name}] {text}\n")
+
+    return Logger()
+
+
+def make_monitor(trt: Any, channel: Channel) -> Any:
+    """An IProgressMonitor that turns phases into one fraction; a lost parent cancels the build."""
+
+    class Monitor(trt.IProgressMonitor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fraction, self.sent, self.alive = 0.0, -1.0, True
+            self.steps: dict[str, int] = {}
+
+        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+            self.steps[name] = steps
+
+        def step_complete(self, name: str, step: int) -> bool:
+            self.report(name, _fraction(name, step + 1, self.steps.get(name, 1)))
+            return self.alive
+
+        def phase_finish(self, name: str) -> None:
+            pass
+
+        def report(self, name: str, fraction: float) -> None:
+            self.fraction = max(self.fraction, fraction)
+            if self.fraction >= self.sent + 0.01:
+                self.sent = self.fraction
+                self.alive = channel.send(progress=round(self.fraction, 3), phase=name)
+
+    return Monitor()
+
+
+def _fraction(name: str, done: int, steps: int) -> float:
+    if name == "Building engine":
+        return _STEP_ENDS[min(done, len(_STEP_ENDS)) - 1]
+    if name in _SUBGRAPH:
+        (low, high), (start, end) = _SUBGRAPH[name], (_STEP_ENDS[3], _STEP_ENDS[4])
+        return start + (end - start) * (low + (high - low) * done / max(steps, 1))
+    return 0.0
+
+
+def build(request: dict[str, Any], channel: Channel) -> dict[str, Any]:
+    """Build one plan as the request says; returns what the parent cannot see from outside."""
+    start, library = time.perf_counter(), Path(request["library"])
+    adapter = Adapter(request["module"])
+    logger = make_logger(adapter.trt)
+    builder = adapter.trt.Builder(logger)
+    adapter.load_plugins(library)
+    network, parser = adapter.parse(builder, logger, Path(request["lowered"]))
+    config = adapter.config(builder, request["targets"], library)
+    _add_profiles(builder, config, network, request["profiles"])
+    # The config does not hold a reference to its monitor.
+    monitor = config.progress_monitor = make_monitor(adapter.trt, channel)
+    plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        raise MoecError("TensorRT could not build the engine" if monitor.alive else "the build was cancelled")
+    facts = _write(plan, Path(request["plan"]))
+    del parser
+    return facts | {
+        "tensorrt": adapter.version,
+        "alias_queries": _alias_queries(library),
+        "seconds": time.perf_counter() - start,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def _add_profiles(builder: Any, config: Any, network: Any, profiles: list[dict[str, Any]]) -> None:
+    for sizes in profiles:
+        profile = builder.create_optimization_profile()
+        for name, shape in sizes["shapes"].items():
+            profile.set_shape(name, shape, shape, shape)
+        if config.add_optimization_profile(profile) < 0:
+            raise MoecError(f"TensorRT refuses the {sizes['name']} profile")
+
+
+def _write(plan: Any, path: Path) -> dict[str, Any]:
+    view = memoryview(plan)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(view)
+    partial.replace(path)
+    return {"plan_bytes": view.nbytes, "plan_sha256": hashlib.sha256(view).hexdigest()}
+
+
+def _alias_queries(library: Path) -> int:
+    """How often TensorRT asked the plugins for aliases; the library is loaded, so this is its own counter."""
+    query = ctypes.CDLL(str(library)).moec_trt_alias_queries
+    query.restype = ctypes.c_int64
+    return query()
+
+
+def main(arguments: list[str]) -> int:
+    request = json.loads(Path(arguments[0]).read_text())
+    channel = Channel(request["descriptor"])
+    try:
+        channel.send(result=build(request, channel))
+    except MoecError as error:
+        channel.send(error={"what": error.what, "where": error.where, "hint": error.hint})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

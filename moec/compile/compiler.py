@@ -1,0 +1,193 @@
+"""Builds an engine from a lowered graph in a child process, and checks that it is the engine we meant."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from moec.compile.build_log import BuildLog, causes, parse_log
+from moec.compile.checks import aliases_of, check_graph, plugin_nodes
+from moec.compile.plugins import plugin_library
+from moec.compile.report import PROFILES, EngineReport, profile_report
+from moec.errors import MoecError
+
+OnProgress = Callable[[float, str, float | None], None]
+"""Called with the fraction done (0..1), what TensorRT is doing, and the seconds left (None while unknown)."""
+_GRACE_SECONDS = 5
+
+
+def compile_engine(
+    lowered: Path,
+    targets: Sequence[str],
+    plan: Path,
+    *,
+    batch: int,
+    chunk: int,
+    module: str = "tensorrt_rtx",
+    library: Path | None = None,
+    log: Path | None = None,
+    on_progress: OnProgress | None = None,
+) -> EngineReport:
+    """Build one plan with two static profiles, decode (b=batch, S=1) and prefill (b=1, S=chunk).
+
+    Args:
+        lowered: `lowered.onnx`, as `lowering.lower` makes it.
+        targets: Architectures of one module (targets.parse_targets).
+        plan: Written as a whole or not at all.
+        library: The plugin library; the installed one by default.
+        log: Where TensorRT's verbose log goes; beside the plan by default.
+        on_progress: See OnProgress.
+
+    Raises:
+        MoecError: anything that went wrong, with the node or plugin and the log's path.
+        KeyboardInterrupt: Ctrl-C; the child is ended and no plan is left.
+    """
+    library = library or plugin_library()
+    log = log or plan.with_suffix(".log")
+    model = onnx.load(lowered, load_external_data=False)
+    check_graph(model, lowered)
+    profiles = [_profile(model, "decode", batch, 1), _profile(model, "prefill", 1, chunk)]
+    request = {
+        "module": module,
+        "targets": list(targets),
+        "lowered": str(lowered),
+        "library": str(library.resolve()),
+        "plan": str(plan),
+        "profiles": profiles,
+    }
+    facts = _run_child(request, log, on_progress)
+    return _report(model, facts, request, log)
+
+
+def _profile(model: onnx.ModelProto, name: str, b: int, s: int) -> dict[str, Any]:
+    sizes, shapes = {"b": b, "S": s}, {}
+    for value in model.graph.input:
+        dims = value.type.tensor_type.shape.dim
+        if any(dim.dim_param for dim in dims):
+            shapes[value.name] = [sizes[dim.dim_param] if dim.dim_param else dim.dim_value for dim in dims]
+    return {"name": name, "shapes": shapes}
+
+
+def _run_child(request: dict[str, Any], log: Path, on_progress: OnProgress | None) -> dict[str, Any]:
+    reader, writer = os.pipe()
+    with tempfile.TemporaryDirectory(prefix="moec-build-") as folder, log.open("wb") as stderr:
+        file = Path(folder) / "request.json"
+        file.write_text(json.dumps(request | {"descriptor": writer}))
+        # A session of its own: Ctrl-C reaches us alone, and we end the child.
+        child = subprocess.Popen(
+            [sys.executable, "-m", "moec.compile.child", str(file)],
+            stdin=subprocess.DEVNULL,
+            stdout=stderr,
+            stderr=stderr,
+            pass_fds=[writer],
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        os.close(writer)
+        try:
+            with os.fdopen(reader) as lines:
+                message = _follow(lines, on_progress)
+            code = child.wait()
+        finally:
+            _end(child, Path(request["plan"]))
+    if "result" in message:
+        return message["result"]
+    raise _failure(message.get("error"), code, log)
+
+
+def _follow(lines: Any, on_progress: OnProgress | None) -> dict[str, Any]:
+    """Forward progress until the child's last message; {} if it died without one."""
+    start, last = time.monotonic(), {}
+    for line in lines:
+        message = json.loads(line)
+        if "progress" not in message:
+            last = message
+        elif on_progress is not None:
+            done, elapsed = message["progress"], time.monotonic() - start
+            left = elapsed * (1 - done) / done if done > 0.05 else None
+            on_progress(done, message["phase"], left)
+    return last
+
+
+def _end(child: subprocess.Popen, plan: Path) -> None:
+    """End a child that still runs (Ctrl-C, an error in a callback) and remove what it was writing."""
+    if child.poll() is None:
+        child.terminate()
+        try:
+            child.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+    plan.with_name(plan.name + ".partial").unlink(missing_ok=True)
+
+
+def _failure(error: dict[str, Any] | None, code: int, log: Path) -> MoecError:
+    reasons = causes(log.read_text(errors="replace"))
+    details = [*reasons[:3], f"Full log: {log}"]
+    if error is not None:
+        details = [error["hint"], *details] if error["hint"] else details
+        first = reasons[0] if reasons and "could not build" in error["what"] else None
+        what = f"{error['what']}: {first}" if first else error["what"]
+        hint = "\n  ".join(line for line in details if line != first)
+        return MoecError(what, where=error["where"], hint=hint)
+    died = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return MoecError(f"the TensorRT build process died ({died})", hint="\n  ".join(details))
+
+
+def _report(
+    model: onnx.ModelProto, facts: dict[str, Any], request: dict[str, Any], log: Path
+) -> EngineReport:
+    parsed = parse_log(log.read_text(errors="replace"))
+    plugins, aliases = plugin_nodes(model), aliases_of(model)
+    library = Path(request["library"]).read_bytes()
+    report = EngineReport(
+        plan=Path(request["plan"]).name,
+        targets=tuple(request["targets"]),
+        profiles=tuple(profile_report(index, parsed, plugins, aliases) for index in range(len(PROFILES))),
+        aliases=aliases,
+        plugin_library_bytes=len(library),
+        plugin_library_sha256=hashlib.sha256(library).hexdigest(),
+        weights_bytes=parsed.weights_bytes,
+        log=str(log),
+        bindings=tuple(parsed.bindings),
+        **facts,
+    )
+    with contextlib.ExitStack() as undo:
+        undo.callback(Path(request["plan"]).unlink)
+        _verify(report, Counter(plugins.values()), parsed, library, Path(request["plan"]))
+        undo.pop_all()
+    return report
+
+
+def _verify(report: EngineReport, wanted: Counter, parsed: BuildLog, library: bytes, plan: Path) -> None:
+    """The engine has every plugin layer in both profiles, shares its caches, and carries the plugins."""
+    log = f"Full log: {report.log}"
+    for profile in report.profiles:
+        if Counter(profile.plugin_layers) != wanted:
+            found = f"{profile.plugin_layers}, the graph has {dict(wanted)}"
+            raise MoecError(f"plugin layers are missing in the {profile.name} profile: {found}", hint=log)
+        if profile.copies:
+            raise MoecError(f"the {profile.name} profile copies a cache", where=profile.copies[0], hint=log)
+    if report.aliases and not report.alias_queries:
+        raise MoecError(
+            "TensorRT never asked the plugin AsymKVAttention which outputs share memory, so caches would be lost",
+            where="plugin build interface version",
+            hint=f"The plugin library was built for another plugin ABI: rebuild it. {log}",
+        )
+    with plan.open("rb") as file:
+        # The library sits near the start of the plan, byte for byte.
+        if library not in file.read(len(library) + (1 << 20)):
+            raise MoecError("the plan does not contain the plugin library", hint=log)
