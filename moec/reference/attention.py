@@ -94,7 +94,9 @@ def _attend(
 
 def _scaled_queries(layout: KVLayout, q: np.ndarray, calibration: Calibration, scale: F32) -> np.ndarray:
     """q `[S,Hq,Dk]` -> float32 `[S,Hkv,G,Dk]`, permuted and scaled for the stored K."""
-    grouped = np.asarray(q, F32).reshape(len(q), layout.num_kv_heads, -1, layout.k_dim)
+    grouped = np.asarray(q, F32).reshape(
+        len(q), layout.num_kv_heads, q.shape[1] // layout.num_kv_heads, layout.k_dim
+    )
     if not layout.quantized:
         return grouped * scale
     grouped = permute(grouped.swapaxes(1, 2), calibration.k_order).swapaxes(1, 2)
@@ -105,7 +107,9 @@ def _centred_sinks(
     layout: KVLayout, q: np.ndarray, calibration: Calibration, scale: F32, sink_logits: np.ndarray
 ) -> np.ndarray:
     """Sink logits `[S,Hkv,G]` (float64): K is stored without its mean, so the sinks lose scale*q.mean too."""
-    grouped = np.asarray(q, F64).reshape(len(q), layout.num_kv_heads, -1, layout.k_dim)
+    grouped = np.asarray(q, F64).reshape(
+        len(q), layout.num_kv_heads, q.shape[1] // layout.num_kv_heads, layout.k_dim
+    )
     sinks = np.asarray(sink_logits, F64).reshape(1, layout.num_kv_heads, -1)
     if not layout.quantized:
         return np.broadcast_to(sinks, grouped.shape[:3])
@@ -115,7 +119,7 @@ def _centred_sinks(
 
 
 def _refuse_nan(name: str, x: np.ndarray, slot: int, start: int, layer: int) -> None:
-    bad = np.isnan(x).reshape(len(x), -1).any(axis=1)
+    bad = np.isnan(x).any(axis=(1, 2))
     if bad.any():
         where = f"layer {layer}, slot {slot}, position {start + int(bad.argmax())}"
         raise MoecError(f"NaN in {name}: the KV cache cannot hold it", where=where)
