@@ -150,7 +150,7 @@ class _Build:
     def rewrite(self, captured: Captured, layouts: Mapping[int, KVLayout]) -> None:
         """Run the passes; the model becomes the CPU graph."""
         context = pipeline.RewriteContext(
-            captured.geometry, dict(layouts), self.options.weights, self.options.experts
+            captured.geometry, dict(layouts), self.options.weights, self.options.experts, self._compute()
         )
         with self.progress.phase("Rewriting the graph") as task:
             reports = pipeline.run(
@@ -158,6 +158,10 @@ class _Build:
             )
             task.note(f"{len(reports)} passes, {captured.model.graph.num_nodes()} nodes")
         self.report.passes = [_plain(r) for r in reports]
+
+    def _compute(self) -> str:
+        """Activations in the experts' products: bf16 experts are the exact mode."""
+        return "int8" if self.options.experts == "int4" else "fp32"
 
     def _on_pass(self, report: Any) -> None:
         if report.applied or self.verbose:
