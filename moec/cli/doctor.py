@@ -33,7 +33,7 @@ _REQUIRED = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report: `hint` says how to get what is missing; `needed`: moec needs it on a CPU too."""
+    """One line of the report: `hint` says how to get what is missing; `needed`: moec needs it on CPUs too."""
 
     name: str
     value: str | None

@@ -97,9 +97,9 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """The template of a tokenizer folder (`chat_template.jinja`, else `tokenizer_config.json`'s) or None."""
-    config = read_json(folder / "tokenizer_config.json")
+    """The template of a tokenizer folder (`chat_template.jinja|json`, `tokenizer_config.json`) or None."""
     file = folder / "chat_template.jinja"
+    config = read_json(folder / "chat_template.json") or read_json(folder / "tokenizer_config.json")
     source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
     if isinstance(source, list):  # named templates
         source = {entry["name"]: entry["template"] for entry in source}.get("default")

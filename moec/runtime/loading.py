@@ -38,10 +38,14 @@ def load(path: str | Path, device: str = "auto", *, threads: int | None = None) 
 
 def _session(bundle: Bundle, backend: object) -> Session:
     manifest = bundle.manifest
+    tokenizer = Tokenizer.from_folder(bundle.path) if manifest.tokenizer.has_tokenizer else None
+    eos_ids = manifest.tokenizer.eos_token_ids
+    if not eos_ids and tokenizer is not None and tokenizer.eos_id is not None:
+        eos_ids = (tokenizer.eos_id,)
     return Session(
         backend,
-        Tokenizer.from_folder(bundle.path) if manifest.tokenizer.has_tokenizer else None,
+        tokenizer,
         layouts=[manifest.kv[layer] for layer in sorted(manifest.kv)],
-        eos_ids=manifest.tokenizer.eos_token_ids,
+        eos_ids=eos_ids,
         defaults=manifest.generation,
     )

@@ -17,14 +17,14 @@ def can_roll_back(layouts: Iterable[KVLayout], length: int, target: int) -> bool
 
 
 def _keeps_rows(layout: KVLayout, length: int, target: int) -> bool:
-    if target in (0, length):
+    if target == length or target <= layout.ring_sinks:
         return True
     oldest_kept = length - layout.ring_period  # tokens below were overwritten (sinks never are)
     return _first_needed(layout, target) >= oldest_kept
 
 
 def _first_needed(layout: KVLayout, target: int) -> int:
-    """The oldest token after the sinks that the next query at `target` or the next flush reads of the ring."""
+    """The oldest token after the sinks that the next query at `target` or the next flush reads of it."""
     if layout.window:
         return max(0, target - layout.window + 1)
     if layout.quantized:

@@ -1,7 +1,7 @@
 """A language model of a dozen lines, in NumPy and as an ONNX graph with a bundle's inputs and outputs.
 
-Logits are tanh of a decaying sum of the embeddings of all cached tokens, times a matrix: they depend on the whole
-history of a slot, and on nothing else.
+Logits are tanh of a decaying sum of the embeddings of all cached tokens, times a matrix: they depend on the
+whole history of a slot, and on nothing else.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class ToyBackend:
     def step(self, input_ids: np.ndarray, slot_ids: Sequence[int], num_tokens: Sequence[int]) -> np.ndarray:
         return np.stack([row[count - 1] for row, count in self._rows(input_ids, slot_ids, num_tokens)])
 
-    def step_all(self, input_ids: np.ndarray, slot_ids: Sequence[int], num_tokens: Sequence[int]) -> np.ndarray:
+    def step_all(
+        self, input_ids: np.ndarray, slot_ids: Sequence[int], num_tokens: Sequence[int]
+    ) -> np.ndarray:
         return np.stack([row for row, _ in self._rows(input_ids, slot_ids, num_tokens)])
 
     def _rows(self, input_ids: np.ndarray, slot_ids: Sequence[int], num_tokens: Sequence[int]) -> list:

@@ -10,7 +10,7 @@ from moec.runtime.chat_template import ChatTemplate, load_chat_template, special
 from tests.helpers.tiny import tiny_tokenizer
 
 CHATS = [
-    [{"role": "user", "content": "Hi <b>&amp; \"you\" 'é€😀"}],
+    [{"role": "user", "content": 'Hi <b>&amp; "you" \'é€😀'}],
     [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "  one\n\ntwo  "},
@@ -35,8 +35,10 @@ You are helpful.<|im_end|>
 {%- endfor %}{% if tools is not none %}TOOLS {{ tools | tojson(indent=2) }}{% endif %}""",
     "generation": """{%- for m in messages %}
 {%- if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}
-{%- else %}<{{ m.role }}>{{ m | tojson }}{% endif %}{% if loop.index > 2 %}{% break %}{% endif %}{% endfor %}""",
-    "namespace": """{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + m.content|length %}
+{%- else %}<{{ m.role }}>{{ m | tojson }}{% endif %}
+{%- if loop.index > 2 %}{% break %}{% endif %}{% endfor %}""",
+    "namespace": """{% set ns = namespace(n=0) %}
+{% for m in messages %}{% set ns.n = ns.n + m.content|length %}
 {% endfor %}{{ ns.n }} {{ messages[0].content.split(' ')[-1] }} {{ strftime_now('%Y') }}{{ missing }}""",
 }
 
@@ -95,6 +97,11 @@ def test_found_in_the_config(tmp_path):
 
 def test_file_wins_over_config(tmp_path):
     assert load_chat_template(folder_with(tmp_path, {"chat_template": "config"}, "file")).render([]) == "file"
+
+
+def test_file_of_processors(tmp_path):
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "p"}')
+    assert load_chat_template(tmp_path).render([]) == "p"
 
 
 def test_named_templates(tmp_path):

@@ -61,7 +61,11 @@ def test_a_request_draws_from_its_own_generator(rng, seed):
     """The same seed gives the same tokens, whatever other samplers draw in between."""
     rows = rng.normal(size=(40, VOCAB)).astype(np.float32)
     params = SamplingParams(temperature=1.0, seed=seed)
-    alone, mixed, other = Sampler(params), Sampler(params), Sampler(SamplingParams(temperature=1.0, seed=seed + 1))
+    alone, mixed, other = (
+        Sampler(params),
+        Sampler(params),
+        Sampler(SamplingParams(temperature=1.0, seed=seed + 1)),
+    )
     first = [alone(row).token for row in rows]
     second = [(other(row), mixed(row))[1].token for row in rows]
     assert first == second

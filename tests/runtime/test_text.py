@@ -22,7 +22,9 @@ def byte_level():
 def llama_like():
     """A sentencepiece-style tokenizer: spaces are part of the token, other characters fall back to bytes."""
     words = ["<unk>", *[f"<0x{b:02X}>" for b in range(256)], "▁hello", "▁world", "▁", "a"]
-    tokenizer = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
+    )
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )

@@ -56,7 +56,9 @@ def test_reset_slot_starts_anew(backend, model, rng):
     first, second = rng.integers(0, VOCAB, (2, 5))
     backend.step(first[None], [0], [5])
     backend.set_length(0, 0)
-    np.testing.assert_allclose(backend.step(second[None], [0], [5])[0], model.logits(second), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        backend.step(second[None], [0], [5])[0], model.logits(second), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_logits_belong_to_the_caller(backend):

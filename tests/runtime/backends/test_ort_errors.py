@@ -38,5 +38,7 @@ def test_other_errors_name_the_node():
 
 
 def test_load_error_drops_the_prefix():
-    error = load_error(RuntimeError("[ONNXRuntimeError] : 7 : INVALID_PROTOBUF : Protobuf parsing failed."), "m.onnx")
+    error = load_error(
+        RuntimeError("[ONNXRuntimeError] : 7 : INVALID_PROTOBUF : Protobuf parsing failed."), "m.onnx"
+    )
     assert error.what == "ONNX Runtime cannot load the graph: Protobuf parsing failed."
