@@ -1,4 +1,4 @@
-"""The native quantizers give the reference's bytes; without them packing still works."""
+"""Packing takes the native quantizers only where they give the reference's bytes, and works without them."""
 
 from __future__ import annotations
 
@@ -6,55 +6,51 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from moec.errors import MoecError
+from moec import native
 from moec.pack import quantizers
-from moec.pack.quantizers import native_quantizer, quantizer
+from moec.pack.quantizers import quantizer
 from moec.reference.weights import QUANTIZERS
 
 
-@pytest.fixture
-def rng() -> np.random.Generator:
+@pytest.fixture(autouse=True)
+def _forget_choice():
+    quantizer.cache_clear()
+    yield
+    quantizer.cache_clear()
+
+
+@pytest.mark.parametrize("transform", ["int4", "int8"])
+def test_the_chosen_quantizer_gives_the_reference_bytes(transform):
     seed = int(np.random.SeedSequence().generate_state(1)[0])
     print("seed", seed)
-    return np.random.default_rng(seed)
-
-
-def native_or_skip(transform):
-    return native_quantizer(transform) or pytest.skip("libmoec_cpu is not built")
-
-
-@pytest.mark.parametrize("transform", ["int4", "int8"])
-def test_native_bytes_are_the_reference_bytes(rng, transform):
-    native = native_or_skip(transform)
-    for rows, columns in ((1, 1), (3, 63), (5, 64), (7, 65), (64, 576), (9, 200)):
+    rng = np.random.default_rng(seed)
+    chosen = quantizer(transform)
+    if native.find_library("moec_cpu"):
+        assert chosen is not QUANTIZERS[transform]
+    for rows, columns in ((1, 1), (3, 63), (5, 64), (7, 65), (64, 576)):
         weight = rng.normal(size=(rows, columns)) * np.exp2(rng.integers(-30, 16, (rows, 1)).astype(float))
-        weight[rng.random((rows, columns)) < 0.2] = 0
-        for kind in (np.float32, ml_dtypes.bfloat16):
-            for a, b in zip(
-                native(weight.astype(kind)), QUANTIZERS[transform](weight.astype(kind)), strict=True
-            ):
-                assert a.dtype == b.dtype
-                assert a.tobytes() == b.tobytes(), (rows, columns, kind)
+        weight = weight.astype(ml_dtypes.bfloat16)
+        for a, b in zip(chosen(weight), QUANTIZERS[transform](weight), strict=True):
+            assert a.dtype == b.dtype
+            assert a.tobytes() == b.tobytes(), (rows, columns)
 
 
-@pytest.mark.parametrize("transform", ["int4", "int8"])
-def test_native_refuses_what_the_reference_refuses(transform):
-    native = native_or_skip(transform)
-    with pytest.raises(MoecError, match="finite"):
-        native(np.full((2, 3), np.inf, np.float32))
-    with pytest.raises(MoecError, match="2-D"):
-        native(np.zeros(3, np.float32))
+def wrong(weight):
+    codes, scales = QUANTIZERS["int4"](weight)
+    return codes ^ 1, scales
 
 
-def test_a_deviating_library_is_not_used(monkeypatch):
-    def wrong(weight):
-        codes, scales = QUANTIZERS["int4"](weight)
-        return codes ^ 1, scales
+def missing(weight):
+    raise AttributeError("moec_quantize_int4")
 
-    quantizer.cache_clear()
-    monkeypatch.setattr(quantizers, "native_quantizer", lambda _: wrong)
+
+@pytest.mark.parametrize("broken", [wrong, missing])
+def test_a_deviating_or_older_library_is_not_used(monkeypatch, broken):
+    monkeypatch.setattr(native, "find_library", lambda _: "there")
+    monkeypatch.setitem(quantizers._NATIVE, "int4", broken)
     assert quantizer("int4") is QUANTIZERS["int4"]
-    monkeypatch.setattr(quantizers, "native_quantizer", lambda _: None)
-    quantizer.cache_clear()
-    assert quantizer("int4") is QUANTIZERS["int4"]
-    quantizer.cache_clear()
+
+
+def test_packing_works_without_the_library(monkeypatch):
+    monkeypatch.setattr(native, "find_library", lambda _: None)
+    assert quantizer("int8") is QUANTIZERS["int8"]
