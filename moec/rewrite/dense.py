@@ -1,0 +1,64 @@
+"""Dense layers -> MatMulNBits on int4 codes (int8: the output projection), or MatMul on bf16 weights."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnxscript.rewriter import pattern
+
+from moec.rewrite.context import RewriteContext, Rule
+from moec.rewrite.parameters import GROUP, is_parameter, quantized, stored
+
+MIN_ROWS = 16  # gates of a few rows stay fp32: they cost nothing and quantize badly
+
+
+class DenseRule(Rule):
+    """MatMul(x, Transpose(weight `[N,K]`)), with its bias if it has one."""
+
+    def __init__(self, context: RewriteContext, notes: list[str], bias: bool, heads: set[str]) -> None:
+        super().__init__(context, notes)
+        self.bias, self.heads = bias, heads
+
+    def pattern(self, op, x, weight):
+        y = op.MatMul(x, op.Transpose(weight, perm=[1, 0]))
+        return op.Add(y, pattern.Var("bias")) if self.bias else y
+
+    def reason(self, weight, bias=None, **_):
+        if not is_parameter(weight) or len(weight.shape) != 2:
+            return "matrix product", "its weight is no parameter"
+        if weight.name in self.context.keep_float or weight.shape[0] < MIN_ROWS:
+            return weight.name, "stays fp32 (a router or a gate)"
+        if self.bias and not (is_parameter(bias) and tuple(bias.shape) == (weight.shape[0],)):
+            return weight.name, "what is added is no bias"
+        return None
+
+    def rewrite(self, op, x, weight, bias=None):
+        if self.context.weights == "bf16":
+            return self._bf16(op, x, weight, bias)
+        bits = 8 if weight.name in self.heads else 4
+        codes, scales = quantized(op, weight, f"int{bits}")
+        n, k = weight.shape
+        inputs = [x, codes, scales, *([None, None, bias] if bias is not None else [])]
+        return op.MatMulNBits(
+            *inputs, K=k, N=n, bits=bits, block_size=GROUP, accuracy_level=4, _domain="com.microsoft", _version=1
+        )
+
+    def _bf16(self, op, x, weight, bias):
+        w = stored(weight.graph, weight.name, ir.DataType.BFLOAT16, tuple(weight.shape), "bf16")
+        y = op.MatMul(x, op.Transpose(op.Cast(w, to=ir.DataType.FLOAT), perm=[1, 0]))
+        return y if bias is None else op.Add(y, bias)
+
+
+def lower_dense(model: ir.Model, context: RewriteContext, notes: list[str]) -> int:
+    """Rewrites dense layers; the output projection gets 8 bits, and shares its codes with tied embeddings."""
+    model.graph.opset_imports["com.microsoft"] = 1
+    heads = _output_projections(model.graph)
+    with_bias, plain = DenseRule(context, [], True, heads), DenseRule(context, notes, False, heads)
+    return with_bias.apply(model) + plain.apply(model)
+
+
+def _output_projections(graph: ir.Graph) -> set[str]:
+    """Names of the weights that the last hidden state is multiplied with."""
+    hidden = [o for n in graph for o in n.outputs if o.name == "moec.last_hidden"]
+    products = [u.node for v in hidden for u in v.uses() if u.node.op_type == "MatMul"]
+    transposes = [n.inputs[1].producer() for n in products]
+    return {t.inputs[0].name for t in transposes if t is not None and t.op_type == "Transpose"}

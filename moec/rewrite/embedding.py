@@ -1,0 +1,54 @@
+"""Token embeddings -> 8-bit codes dequantized at the rows that are read (or bf16)."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript.rewriter import pattern
+
+from moec.rewrite.context import RewriteContext, Rule
+from moec.rewrite.parameters import GROUP, is_parameter, quantized, stored
+
+
+class EmbeddingRule(Rule):
+    """Gather(weight `[V,H]`, ids) -> GatherBlockQuantized on int8 codes, or Cast(Gather(bf16))."""
+
+    def pattern(self, op, weight, ids):
+        return op.Gather(weight, ids, axis=0, _outputs=["out"])
+
+    def reason(self, weight, ids, out, **_):
+        if not is_parameter(weight):
+            return "gather", "not a parameter"
+        if len(weight.shape) != 2:
+            return weight.name, "is no matrix"
+        return None
+
+    def check(self, context, **values):
+        result = pattern.MatchResult()
+        return result if self.reason(**values) is None else result.fail("not an embedding")
+
+    def rewrite(self, op, weight, ids, **_):
+        if self.context.weights == "bf16":
+            return self._bf16(op, weight, ids)
+        codes, scales = quantized(op, weight, "int8")
+        axis = op.Constant(value_ints=[2])
+        rows = op.GatherBlockQuantized(
+            codes, ids, op.Unsqueeze(scales, axis),
+            bits=8, block_size=GROUP, gather_axis=0, quantize_axis=2, _domain="com.microsoft", _version=1,
+        )  # fmt: skip
+        hidden = weight.shape[1]
+        flat = op.Reshape(rows, op.Constant(value=ir.tensor(np.array([0, 0, codes.shape[1] * GROUP]))))
+        if hidden % GROUP == 0:
+            return flat
+        zero, last, end = (op.Constant(value_ints=[i]) for i in (0, 2, hidden))
+        return op.Slice(flat, zero, end, last)
+
+    def _bf16(self, op, weight, ids):
+        table = stored(weight.graph, weight.name, ir.DataType.BFLOAT16, tuple(weight.shape), "bf16")
+        return op.Cast(op.Gather(table, ids, axis=0), to=ir.DataType.FLOAT)
+
+
+def lower_embedding(model: ir.Model, context: RewriteContext, notes: list[str]) -> int:
+    """Rewrites every gather from a parameter; output projections tied to it follow in `dense`."""
+    model.graph.opset_imports["com.microsoft"] = 1
+    return EmbeddingRule(context, notes).apply(model)

@@ -1,0 +1,64 @@
+"""Small edits of finished graphs: logits of every token, external data, function bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from moec.errors import MoecError
+
+
+def all_logits(model: ir.Model) -> ir.Model:
+    """Makes `logits` `[b,S,V]`, one row for every token, in place; exported, rewritten and CPU graphs alike.
+
+    Raises:
+        MoecError: The graph has no value "moec.last_hidden".
+    """
+    last = next((o for n in model.graph for o in n.outputs if o.name == "moec.last_hidden"), None)
+    if last is None:
+        raise MoecError("this graph does not name its last hidden state")
+    last.replace_all_uses_with(last.producer().inputs[0])
+    logits = next(o for o in model.graph.outputs if o.name == "logits")
+    logits.shape = ir.Shape(("b", "S", logits.shape[-1]))
+    _forget_shapes(logits, stop=last.producer().inputs[0])
+    return model
+
+
+def _forget_shapes(value: ir.Value, stop: ir.Value) -> None:
+    """Shapes between the hidden state and the logits have one dimension more now."""
+    node = value.producer()
+    while node is not None and node.inputs and node.inputs[0] is not stop:
+        node = node.inputs[0].producer()
+        if node is not None:
+            for out in node.outputs:
+                out.shape = None
+
+
+def bind_external(model: ir.Model, tensors: Mapping[str, tuple[int, int]], location: str) -> None:
+    """Points every initializer without data at its bytes in a file beside the graph.
+
+    Args:
+        model: A lowered graph.
+        tensors: Initializer name -> (offset, bytes) in the file.
+        location: File name.
+
+    Raises:
+        MoecError: A tensor is not in the file.
+    """
+    for value in model.graph.initializers.values():
+        if value.const_value is not None:
+            continue
+        if value.name not in tensors:
+            raise MoecError(f"{location} lacks the tensor {value.name}")
+        offset, length = tensors[value.name]
+        value.const_value = ir.ExternalTensor(
+            location, offset, length, value.dtype, shape=value.shape, name=value.name
+        )
+
+
+def with_functions(model: ir.Model) -> ir.Model:
+    """Attaches the generated function bodies of all moec operators, in place: stock ONNX Runtime runs the result."""
+    from moec.dialect.functions import attach_functions
+
+    return attach_functions(model)
