@@ -2,7 +2,8 @@
 
 A Hugging Face Qwen2-MoE folder made of SmolLM2-135M-Instruct: every FFN becomes a shared expert of 1024
 neurons and 8 routed experts of 64, 4 of them chosen. Neuron groups and routers come from routers.npz
-(train_router.py); all other weights are the dense model's. The same inputs give the same bytes.
+(train_router.py), and so does a factor for every neuron; all else is the dense model's. The same inputs give the
+same bytes.
 """
 
 from __future__ import annotations
@@ -58,16 +59,17 @@ def tensors(dense: Dense, routers: Routers) -> Iterator[tuple[str, np.ndarray]]:
     for name, values in dense.weights.items():
         if ".mlp." not in name:
             yield name, _bf16(values)
-    for layer in range(len(routers.groups)):
+    for layer, routing in enumerate(routers.layers()):
+        groups, router, shared_gate, scale = (part.numpy() for part in routing)
         prefix = f"model.layers.{layer}.mlp."
-        ffn = [dense.weights[f"{prefix}{name}.weight"] for name in PROJECTIONS]
-        for name, values in _mlp(ffn, routers.groups[layer].numpy()):
+        gate, up, down = (dense.weights[f"{prefix}{name}.weight"] for name in PROJECTIONS)
+        for name, values in _mlp((gate, up, down * scale), groups):
             yield prefix + name, _bf16(values)
-        yield prefix + "gate.weight", _bf16(routers.router[layer].numpy())
-        yield prefix + "shared_expert_gate.weight", _bf16(routers.shared_gate[layer][None].numpy())
+        yield prefix + "gate.weight", _bf16(router)
+        yield prefix + "shared_expert_gate.weight", _bf16(shared_gate[None])
 
 
-def _mlp(ffn: list[np.ndarray], groups: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+def _mlp(ffn: tuple[np.ndarray, ...], groups: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """The chosen weights sum to 1 and the shared gate is 1/2 at rest, so down_proj grows by 4 and by 2."""
     names = [f"experts.{e}" for e in range(NUM_EXPERTS)] + ["shared_expert"]
     gate, up, down = ffn

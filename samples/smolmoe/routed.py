@@ -12,44 +12,56 @@ import torch
 
 from samples.smolmoe.split import SHARED, TOP_K, activations
 
+MATRICES = ("router", "shared_gate", "neuron_scale")
+
 
 @dataclass
 class Routers:
-    """Of all layers: groups u8 [L,I] (see split.py), router f32 [L,E,H], shared_gate f32 [L,H]."""
+    """What makes a MoE of the dense model, for all L layers.
+
+    Attributes:
+        groups: The expert of every neuron, see split.py; uint8 [L,I].
+        router: float32 [L,E,H].
+        shared_gate: The gate of the shared expert, float32 [L,H].
+        neuron_scale: Factor of every column of down_proj, float32 [L,I].
+    """
 
     groups: torch.Tensor
     router: torch.Tensor
     shared_gate: torch.Tensor
+    neuron_scale: torch.Tensor
 
     def save(self, path: Path) -> None:
-        """Write an npz; the matrices as int8 with one float32 scale a row (155 KB for 30 layers)."""
-        router, router_scale = _to_int8(self.router)
-        gate, gate_scale = _to_int8(self.shared_gate)
-        np.savez_compressed(
-            path,
-            groups=self.groups.numpy(),
-            router=router,
-            router_scale=router_scale,
-            shared_gate=gate,
-            shared_gate_scale=gate_scale,
-        )
+        """Write an npz; the matrices as int8 with one float32 scale a row (200 KB for 30 layers)."""
+        arrays = {"groups": self.groups.numpy()}
+        for name in MATRICES:
+            arrays[name], arrays[f"{name}_step"] = _to_int8(getattr(self, name))
+        np.savez_compressed(path, **arrays)
 
     @classmethod
     def load(cls, path: Path) -> Routers:
         """Read what `save` wrote."""
         with np.load(path) as data:
-            router = data["router"].astype(np.float32) * data["router_scale"]
-            gate = data["shared_gate"].astype(np.float32) * data["shared_gate_scale"]
-            return cls(*(torch.from_numpy(array) for array in (data["groups"], router, gate)))
+            matrices = [data[name].astype(np.float32) * data[f"{name}_step"] for name in MATRICES]
+            return cls(*map(torch.from_numpy, (data["groups"], *matrices)))
+
+    def layers(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        """(groups, router, shared_gate, neuron_scale) of every layer."""
+        return zip(self.groups, *(getattr(self, name) for name in MATRICES), strict=True)
 
 
 class RoutedMLP(torch.nn.Module):
-    """A dense FFN with neurons scaled by their expert's weight (0: not chosen): the MoE, differentiable."""
+    """A dense FFN with neurons scaled by their expert's weight (0: not chosen): the MoE, differentiable.
+
+    Attributes:
+        factors: Of the last call: experts' weights (mean 1 over the chosen) and the shared gate, [..,E+1].
+        balance: Of the last call: the load-balancing term of Switch; 1 where the load is even.
+    """
 
     def __init__(self, mlp: torch.nn.Module, *routing: torch.Tensor) -> None:
         super().__init__()
         self.mlp = mlp
-        groups, self.router, self.shared_gate = routing
+        groups, self.router, self.shared_gate, self.neuron_scale = routing
         self.groups = groups.long()
         self.factors = self.balance = torch.empty(0)
 
@@ -62,7 +74,8 @@ class RoutedMLP(torch.nn.Module):
         share = (weights.detach() > 0).float().flatten(0, -2).mean(0) / TOP_K
         self.balance = SHARED * (share * logits.softmax(-1).flatten(0, -2).mean(0)).sum()
         neurons = activations(hidden, self.mlp.gate_proj.weight, self.mlp.up_proj.weight)
-        return (neurons * self.factors[..., self.groups]) @ self.mlp.down_proj.weight.T
+        scaled = neurons * self.factors[..., self.groups] * self.neuron_scale
+        return scaled @ self.mlp.down_proj.weight.T
 
     @classmethod
     @contextmanager
@@ -70,8 +83,7 @@ class RoutedMLP(torch.nn.Module):
         """The model computes as the MoE inside this context."""
         layers = model.model.layers
         dense = [layer.mlp for layer in layers]
-        parts = zip(dense, routers.groups, routers.router, routers.shared_gate, strict=True)
-        routed = [cls(*part) for part in parts]
+        routed = [cls(mlp, *routing) for mlp, routing in zip(dense, routers.layers(), strict=True)]
         _set(layers, routed)
         try:
             yield routed
@@ -86,6 +98,6 @@ def _set(layers, mlps) -> None:
 
 def _to_int8(values: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     array = values.detach().numpy()
-    scale = np.abs(array).max(-1, keepdims=True) / 127
-    scale = np.where(scale == 0, 1, scale).astype(np.float32)
-    return np.rint(array / scale).astype(np.int8), scale
+    step = np.abs(array).max(-1, keepdims=True) / 127
+    step = np.where(step == 0, 1, step).astype(np.float32)
+    return np.rint(array / step).astype(np.int8), step

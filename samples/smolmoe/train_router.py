@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import kl_div, log_softmax
 
 from samples.smolmoe.dense import load_model
-from samples.smolmoe.routed import RoutedMLP, Routers
+from samples.smolmoe.routed import MATRICES, RoutedMLP, Routers
 from samples.smolmoe.source import build_tokenizer, load_dense
 from samples.smolmoe.split import SHARED, TOP_K, activations, assign_neurons
 
@@ -25,13 +25,14 @@ HERE = Path(__file__).parent
 TEXT = HERE.parents[1] / "moec" / "calibrate" / "default.txt"
 WINDOW, SEED = 256, 7
 LAYER_STEPS, LAYER_BATCH, LAYER_RATE = 1200, 2048, 2e-3
-MODEL_BATCH, MODEL_RATE, BALANCE = 4, 1e-3, 0.01
+MODEL_BATCH, MODEL_RATE, BALANCE = 2, 2e-3, 0.01
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=HERE / "routers.npz")
     parser.add_argument("--epochs", type=int, default=2, help="passes of the end-to-end stage")
+    parser.add_argument("--start", type=Path, help="an earlier output: leave out the first stage")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -39,10 +40,11 @@ def main() -> None:
     model = load_model(dense).requires_grad_(False)
     ids = build_tokenizer(dense).encode(TEXT.read_text()).ids
     windows = torch.tensor(ids[: len(ids) // WINDOW * WINDOW]).view(-1, WINDOW)
-    routers = train_layers(model, windows)
+    routers = Routers.load(options.start) if options.start else train_layers(model, windows)
     routers.save(options.output)
-    train_model(model, routers, windows, options.epochs)
-    routers.save(options.output)
+    if options.epochs:
+        train_model(model, routers, windows, options.epochs)
+        routers.save(options.output)
 
 
 def train_layers(model: torch.nn.Module, windows: torch.Tensor) -> Routers:
@@ -53,7 +55,10 @@ def train_layers(model: torch.nn.Module, windows: torch.Tensor) -> Routers:
         weights = layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight, layer.mlp.down_proj.weight
         layers.append(train_layer(hidden, *weights, seed=SEED + number))
         print(f"layer {number}: " + ", ".join(f"{k} {v:.4f}" for k, v in layers[-1][3].items()), flush=True)
-    return Routers(*(torch.stack(parts) for parts in zip(*[layer[:3] for layer in layers], strict=True)))
+    groups, router, gate = (
+        torch.stack(parts) for parts in zip(*[layer[:3] for layer in layers], strict=True)
+    )
+    return Routers(groups, router, gate, neuron_scale=torch.ones(groups.shape))
 
 
 @torch.no_grad()
@@ -135,28 +140,32 @@ def _error(factors: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
 def train_model(model: torch.nn.Module, routers: Routers, windows: torch.Tensor, epochs: int) -> None:
     """Stage 2; changes `routers` in place."""
     torch.manual_seed(SEED)
-    parameters = [routers.router.requires_grad_(True), routers.shared_gate.requires_grad_(True)]
+    targets = _final_hidden(model, windows)
+    parameters = [getattr(routers, name).requires_grad_(True) for name in MATRICES]
     optimizer = torch.optim.Adam(parameters, lr=MODEL_RATE)
-    steps = epochs * len(windows) // MODEL_BATCH
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
-    order = torch.cat([torch.randperm(len(windows)) for _ in range(epochs)]) if epochs else torch.empty(0)
-    for step in range(steps):
-        batch = windows[order[step * MODEL_BATCH : (step + 1) * MODEL_BATCH]]
-        loss, balance = _divergence(model, routers, batch)
+    order = torch.cat([torch.randperm(len(windows)) for _ in range(epochs)]).split(MODEL_BATCH)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(order))
+    for step, rows in enumerate(order, 1):
+        loss, balance = _divergence(model, routers, windows[rows], targets[rows])
         optimizer.zero_grad()
         (loss + BALANCE * balance).backward()
         optimizer.step()
         schedule.step()
         numbers = f"divergence {loss.item():.4f}, balance {balance.item():.3f}"
-        print(f"step {step + 1} of {steps}: {numbers}", flush=True)
+        print(f"step {step} of {len(order)}: {numbers}", flush=True)
     for parameter in parameters:
         parameter.requires_grad_(False)
 
 
-def _divergence(model: torch.nn.Module, routers: Routers, batch: torch.Tensor):
+@torch.no_grad()
+def _final_hidden(model: torch.nn.Module, windows: torch.Tensor) -> torch.Tensor:
+    """What the dense model gives to lm_head, [N,WINDOW,H]."""
+    return torch.cat([model.model(chunk).last_hidden_state for chunk in windows.split(8)])
+
+
+def _divergence(model, routers, batch, target):
     """KL(dense || routed) a token, and the mean load-balancing term of Switch (1 is even)."""
-    with torch.no_grad():
-        expected = log_softmax(model(batch).logits, -1)
+    expected = log_softmax(model.lm_head(target), -1)
     with RoutedMLP.installed(model, routers) as layers:
         got = log_softmax(model(batch).logits, -1)
         balance = torch.stack([layer.balance for layer in layers]).mean()
