@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +14,7 @@ from moec.errors import MoecError
 from moec.reference.weights import GROUP_SIZE, dequantize_int4, num_groups, quantize_int4
 
 F32, F64 = np.float32, np.float64
+Quantizer = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 WEIGHT_FORMATS = ("int4", "bf16")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai")
 SECTION_ALIGN, BLOB_ALIGN = 128, 4096
@@ -109,20 +111,31 @@ class ExpertWeights:
     down_bias: np.ndarray | None = None
 
 
-def _encode(layout: BlobLayout, name: str, weight: np.ndarray) -> dict[str, np.ndarray]:
+def _encode(layout: BlobLayout, name: str, weight: np.ndarray, quantize: Quantizer) -> dict[str, np.ndarray]:
     if layout.weight_format == "bf16":
         return {name: np.asarray(weight).astype(ml_dtypes.bfloat16)}
-    codes, scales = quantize_int4(weight)
+    codes, scales = quantize(weight)
     return {f"{name}_codes": codes, f"{name}_scales": scales}
 
 
-def pack_expert(layout: BlobLayout, weights: ExpertWeights) -> np.ndarray:
-    """Quantizes one expert into its blob: uint8 `[blob_bytes]`, padding zero.
+def pack_expert(
+    layout: BlobLayout, weights: ExpertWeights, quantize: Quantizer = quantize_int4
+) -> np.ndarray:
+    """Quantizes one expert into its blob.
+
+    Args:
+        layout: Format and sizes.
+        weights: Any float type.
+        quantize: A function with the results of `quantize_int4`, for instance the native one.
+
+    Returns:
+        uint8 `[blob_bytes]`, padding zero.
 
     Raises:
         MoecError: a shape that is not the layout's.
     """
-    parts = _encode(layout, "gate_up", weights.gate_up) | _encode(layout, "down", weights.down)
+    parts = _encode(layout, "gate_up", weights.gate_up, quantize)
+    parts |= _encode(layout, "down", weights.down, quantize)
     if layout.has_bias:
         parts["gate_up_bias"] = np.asarray(weights.gate_up_bias, F32)
         parts["down_bias"] = np.asarray(weights.down_bias, F32)
