@@ -39,9 +39,9 @@ class Adapter:
     def version(self) -> str:
         return f"{self.name} {self.trt.__version__}"
 
-    def load_plugins(self, library: Path) -> None:
+    def load_plugins(self, library: str) -> None:
         """Register the plugin library's creators; TensorRT's own reason is in the log."""
-        if not self.trt.get_plugin_registry().load_library(str(library)):
+        if not self.trt.get_plugin_registry().load_library(library):
             raise MoecError(
                 "TensorRT refuses the plugin library",
                 where=str(library),
@@ -60,13 +60,13 @@ class Adapter:
             raise _parse_error(parser, path)
         return network, parser
 
-    def config(self, builder: Any, archs: Sequence[str], library: Path) -> Any:
+    def config(self, builder: Any, archs: Sequence[str], library: str) -> Any:
         """A builder configuration: aliased caches, exact float32, the plugin library inside the plan."""
         trt, config = self.trt, builder.create_builder_config()
         config.set_preview_feature(getattr(trt.PreviewFeature, _ALIASED_IO), True)
         # Rotary angles are float32 products: TF32 would keep 10 bits of them.
         config.clear_flag(trt.BuilderFlag.TF32)
-        config.plugins_to_serialize = [str(library)]
+        config.plugins_to_serialize = [library]
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         if self.is_rtx:
             config.num_compute_capabilities = len(archs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import onnx
+from google.protobuf.message import DecodeError
 
 from moec.errors import MoecError
 
@@ -18,6 +19,18 @@ _TYPES = {
     onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.INT8,
     onnx.TensorProto.INT32, onnx.TensorProto.INT64, onnx.TensorProto.INT4, onnx.TensorProto.BOOL,
 }  # fmt: skip
+
+
+def load_graph(path: Path) -> onnx.ModelProto:
+    """Read an ONNX file.
+
+    Raises:
+        MoecError: it is missing or not an ONNX file.
+    """
+    try:
+        return onnx.load(path, load_external_data=False)
+    except (OSError, DecodeError) as error:
+        raise MoecError("the lowered graph cannot be read", where=str(path), hint=str(error)) from error
 
 
 def plugin_nodes(model: onnx.ModelProto) -> dict[str, str]:

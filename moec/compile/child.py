@@ -1,8 +1,8 @@
-"""The build child: `python -m moec.compile.child REQUEST.json`, one process for one engine.
+"""The build child: `python -m moec.compile.child REQUEST.json DESCRIPTOR`, one process for one engine.
 
 A process of its own because TensorRT can abort, keeps its memory, and numbers things by process-wide counters
-(so that only fresh processes build identical bytes). It writes one JSON object a line to the descriptor named
-in the request: {"progress": fraction, "phase": name} and at last {"result": ...} or {"error": ...}. Everything
+(so that only fresh processes build identical bytes). It writes one JSON object a line to the descriptor:
+{"progress": fraction, "phase": name} and at last {"result": ...} or {"error": ...}. Everything
 TensorRT says goes to stderr, which the parent keeps as the log.
 """
 
@@ -14,13 +14,17 @@ import json
 import os
 import resource
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from moec.compile.adapter import Adapter
+from moec.compile.plugins import LIBRARY
 from moec.errors import MoecError
 
+# Names in the working directory, the same in every build: their lengths are part of the heap's layout.
+LOWERED, PLAN = "lowered.onnx", "engine.plan"
 # Share of the build after which each step of the top phase ends, as measured on graphs of 2 to 64 layers.
 _STEP_ENDS = (0.01, 0.01, 0.03, 0.03, 0.97, 1.0)
 # The same within "Building engine from subgraph".
@@ -95,12 +99,12 @@ def _fraction(name: str, done: int, steps: int) -> float:
 
 def build(request: dict[str, Any], channel: Channel) -> dict[str, Any]:
     """Build one plan as the request says; returns what the parent cannot see from outside."""
-    start, library = time.perf_counter(), Path(request["library"])
+    start, library = time.perf_counter(), f"./{LIBRARY}"
     adapter = Adapter(request["module"])
     logger = make_logger(adapter.trt)
     builder = adapter.trt.Builder(logger)
     adapter.load_plugins(library)
-    network, parser = adapter.parse(builder, logger, Path(request["lowered"]))
+    network, parser = adapter.parse(builder, logger, Path(LOWERED))
     config = adapter.config(builder, request["targets"], library)
     _add_profiles(builder, config, network, request["profiles"])
     # The config does not hold a reference to its monitor.
@@ -108,7 +112,7 @@ def build(request: dict[str, Any], channel: Channel) -> dict[str, Any]:
     plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise MoecError("TensorRT could not build the engine" if monitor.alive else "the build was cancelled")
-    facts = _write(plan, Path(request["plan"]))
+    facts = _write(plan, Path(PLAN))
     del parser
     return facts | {
         "tensorrt": adapter.version,
@@ -129,29 +133,35 @@ def _add_profiles(builder: Any, config: Any, network: Any, profiles: list[dict[s
 
 def _write(plan: Any, path: Path) -> dict[str, Any]:
     view = memoryview(plan)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
+    with path.open("wb") as file:
         file.write(view)
-    partial.replace(path)
     return {"plan_bytes": view.nbytes, "plan_sha256": hashlib.sha256(view).hexdigest()}
 
 
-def _alias_queries(library: Path) -> int:
+def _alias_queries(library: str) -> int:
     """How often TensorRT asked the plugins for aliases; the library is loaded, so this is its own counter."""
-    query = ctypes.CDLL(str(library)).moec_trt_alias_queries
+    query = ctypes.CDLL(library).moec_trt_alias_queries
     query.restype = ctypes.c_int64
     return query()
 
 
 def main(arguments: list[str]) -> int:
     request = json.loads(Path(arguments[0]).read_text())
-    channel = Channel(request["descriptor"])
+    channel = Channel(int(arguments[1]))
+    # A new thread has a malloc arena of its own, still empty: what the main thread's heap looks like (it depends
+    # on the lengths of paths and variables) does not order anything in the plan.
+    worker = threading.Thread(target=answer, args=(request, channel))
+    worker.start()
+    worker.join()
+    return 0
+
+
+def answer(request: dict[str, Any], channel: Channel) -> None:
+    """Build, and send the result or the error."""
     try:
         channel.send(result=build(request, channel))
     except MoecError as error:
         channel.send(error={"what": error.what, "where": error.where, "hint": error.hint})
-        return 1
-    return 0
 
 
 if __name__ == "__main__":

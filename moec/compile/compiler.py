@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -18,9 +18,10 @@ from typing import Any
 
 import onnx
 
-from moec.compile.build_log import BuildLog, causes, parse_log
-from moec.compile.checks import aliases_of, check_graph, plugin_nodes
-from moec.compile.plugins import plugin_library
+from moec.compile.build_log import causes, parse_log
+from moec.compile.checks import aliases_of, check_graph, load_graph, plugin_nodes
+from moec.compile.child import LOWERED, PLAN
+from moec.compile.plugins import LIBRARY, plugin_library
 from moec.compile.report import PROFILES, EngineReport, profile_report
 from moec.errors import MoecError
 
@@ -57,19 +58,17 @@ def compile_engine(
     """
     library = library or plugin_library()
     log = log or plan.with_suffix(".log")
-    model = onnx.load(lowered, load_external_data=False)
+    model = load_graph(lowered)
     check_graph(model, lowered)
     profiles = [_profile(model, "decode", batch, 1), _profile(model, "prefill", 1, chunk)]
-    request = {
-        "module": module,
-        "targets": list(targets),
-        "lowered": str(lowered),
-        "library": str(library.resolve()),
-        "plan": str(plan),
-        "profiles": profiles,
-    }
-    facts = _run_child(request, log, on_progress)
-    return _report(model, facts, request, log)
+    request = {"module": module, "targets": list(targets), "profiles": profiles}
+    files = {LOWERED: lowered, LIBRARY: library}
+    with tempfile.TemporaryDirectory(prefix=".moec-build-", dir=plan.parent) as folder:
+        facts = _run_child(Path(folder), request, files, log, on_progress)
+        report = _report(model, facts, request, library, log)
+        _verify(report, Counter(plugin_nodes(model).values()), library, Path(folder) / PLAN)
+        (Path(folder) / PLAN).replace(plan)
+    return dataclasses.replace(report, plan=plan.name)
 
 
 def _profile(model: onnx.ModelProto, name: str, b: int, s: int) -> dict[str, Any]:
@@ -81,31 +80,42 @@ def _profile(model: onnx.ModelProto, name: str, b: int, s: int) -> dict[str, Any
     return {"name": name, "shapes": shapes}
 
 
-def _run_child(request: dict[str, Any], log: Path, on_progress: OnProgress | None) -> dict[str, Any]:
+def _run_child(
+    folder: Path, request: dict[str, Any], files: dict[str, Path], log: Path, on_progress: OnProgress | None
+) -> dict[str, Any]:
+    """Run a child in `folder`, where everything has a fixed name: TensorRT orders parts of a plan by heap
+    addresses, and those depend on the lengths of the paths that it is given."""
+    (folder / "request.json").write_text(json.dumps(request))
+    for name, file in files.items():
+        (folder / name).symlink_to(file.resolve())
     reader, writer = os.pipe()
-    with tempfile.TemporaryDirectory(prefix="moec-build-") as folder, log.open("wb") as stderr:
-        file = Path(folder) / "request.json"
-        file.write_text(json.dumps(request | {"descriptor": writer}))
+    with log.open("wb") as stderr:
         # A session of its own: Ctrl-C reaches us alone, and we end the child.
         child = subprocess.Popen(
-            [sys.executable, "-m", "moec.compile.child", str(file)],
+            [sys.executable, "-m", "moec.compile.child", "request.json", str(writer)],
+            cwd=folder,
+            env=_environment(),
             stdin=subprocess.DEVNULL,
             stdout=stderr,
             stderr=stderr,
             pass_fds=[writer],
             start_new_session=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         )
-        os.close(writer)
-        try:
-            with os.fdopen(reader) as lines:
-                message = _follow(lines, on_progress)
-            code = child.wait()
-        finally:
-            _end(child, Path(request["plan"]))
+    os.close(writer)
+    try:
+        with os.fdopen(reader) as lines:
+            message = _follow(lines, on_progress)
+        code = child.wait()
+    finally:
+        _end(child)
     if "result" in message:
         return message["result"]
     raise _failure(message.get("error"), code, log)
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+    return os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
 
 
 def _follow(lines: Any, on_progress: OnProgress | None) -> dict[str, Any]:
@@ -122,8 +132,8 @@ def _follow(lines: Any, on_progress: OnProgress | None) -> dict[str, Any]:
     return last
 
 
-def _end(child: subprocess.Popen, plan: Path) -> None:
-    """End a child that still runs (Ctrl-C, an error in a callback) and remove what it was writing."""
+def _end(child: subprocess.Popen) -> None:
+    """End a child that still runs: Ctrl-C, or an error in a callback."""
     if child.poll() is None:
         child.terminate()
         try:
@@ -131,7 +141,6 @@ def _end(child: subprocess.Popen, plan: Path) -> None:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-    plan.with_name(plan.name + ".partial").unlink(missing_ok=True)
 
 
 def _failure(error: dict[str, Any] | None, code: int, log: Path) -> MoecError:
@@ -148,31 +157,26 @@ def _failure(error: dict[str, Any] | None, code: int, log: Path) -> MoecError:
 
 
 def _report(
-    model: onnx.ModelProto, facts: dict[str, Any], request: dict[str, Any], log: Path
+    model: onnx.ModelProto, facts: dict[str, Any], request: dict[str, Any], library: Path, log: Path
 ) -> EngineReport:
     parsed = parse_log(log.read_text(errors="replace"))
     plugins, aliases = plugin_nodes(model), aliases_of(model)
-    library = Path(request["library"]).read_bytes()
-    report = EngineReport(
-        plan=Path(request["plan"]).name,
+    embedded = library.read_bytes()
+    return EngineReport(
+        plan=PLAN,
         targets=tuple(request["targets"]),
         profiles=tuple(profile_report(index, parsed, plugins, aliases) for index in range(len(PROFILES))),
         aliases=aliases,
-        plugin_library_bytes=len(library),
-        plugin_library_sha256=hashlib.sha256(library).hexdigest(),
+        plugin_library_bytes=len(embedded),
+        plugin_library_sha256=hashlib.sha256(embedded).hexdigest(),
         weights_bytes=parsed.weights_bytes,
         log=str(log),
         bindings=tuple(parsed.bindings),
         **facts,
     )
-    with contextlib.ExitStack() as undo:
-        undo.callback(Path(request["plan"]).unlink)
-        _verify(report, Counter(plugins.values()), parsed, library, Path(request["plan"]))
-        undo.pop_all()
-    return report
 
 
-def _verify(report: EngineReport, wanted: Counter, parsed: BuildLog, library: bytes, plan: Path) -> None:
+def _verify(report: EngineReport, wanted: Counter, library: Path, plan: Path) -> None:
     """The engine has every plugin layer in both profiles, shares its caches, and carries the plugins."""
     log = f"Full log: {report.log}"
     for profile in report.profiles:
@@ -183,11 +187,12 @@ def _verify(report: EngineReport, wanted: Counter, parsed: BuildLog, library: by
             raise MoecError(f"the {profile.name} profile copies a cache", where=profile.copies[0], hint=log)
     if report.aliases and not report.alias_queries:
         raise MoecError(
-            "TensorRT never asked the plugin AsymKVAttention which outputs share memory, so caches would be lost",
-            where="plugin build interface version",
-            hint=f"The plugin library was built for another plugin ABI: rebuild it. {log}",
+            "TensorRT never asked the plugins which outputs share memory: the caches would be lost",
+            where=f"{library}, plugin build interface",
+            hint=f"The library reports another plugin ABI version than TensorRT expects: rebuild it.\n  {log}",
         )
+    # The library sits near the start of the plan, byte for byte.
+    embedded = library.read_bytes()
     with plan.open("rb") as file:
-        # The library sits near the start of the plan, byte for byte.
-        if library not in file.read(len(library) + (1 << 20)):
+        if embedded not in file.read(len(embedded) + (1 << 20)):
             raise MoecError("the plan does not contain the plugin library", hint=log)
