@@ -1,0 +1,202 @@
+// moec::AsymKVAttention: causal attention over the quantized cache; appends, attends, flushes, in place.
+#include "attend.h"
+#include "kernels.h"
+#include "op_base.h"
+#include <algorithm>
+#include <vector>
+
+namespace moec {
+namespace {
+
+enum Input {
+  kQ,
+  kK,
+  kV,
+  kBlocks,
+  kRing,
+  kSlotIds,
+  kLengths,
+  kNumTokens,
+  kKMean,
+  kKRef,
+  kKOrder,
+  kVRef,
+  kSinkLogits
+};
+
+// One row of the batch.
+struct Row {
+  int slot;
+  int64_t length;
+  int tokens;
+};
+
+class AsymKvAttention {
+public:
+  static constexpr const char *kName = "AsymKVAttention";
+  static constexpr int kInputs[] = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kInt8,  ort::kUndefined,
+                                    ort::kInt32, ort::kInt32, ort::kInt32, ort::kFloat, ort::kFloat,
+                                    ort::kInt32, ort::kFloat, ort::kFloat};
+  static constexpr int kOutputs[] = {ort::kFloat, ort::kInt8, ort::kUndefined};
+
+  explicit AsymKvAttention(const Attributes &a)
+      : layer_(a.integer("layer")), format_(a.text("format")), sinks_(a.integer("sink_tokens")),
+        rollback_(a.integer("rollback_tokens")) {
+    params_.scale = a.real("scale");
+    params_.softcap = a.real("softcap");
+    params_.has_sink_logits = a.integer("has_sink_logits") != 0;
+    KvLayout &l = params_.layout;
+    l.window = static_cast<int>(a.integer("window"));
+    l.promoted = static_cast<int>(a.integer("promoted"));
+    l.recent = static_cast<int>(a.integer("recent_tokens"));
+    l.ring_fp32 = format_ == "fp32";
+    l.quantized = l.window == 0 && (format_ == "mkv2" || format_ == "mkv2_lean" || format_ == "k4v2");
+    require(l.quantized || l.window > 0 || l.ring_fp32 || format_ == "fp16",
+            "unknown format '" + format_ + "'");
+    require(a.text("layout") == "rows", "layout '" + a.text("layout") + "' is not a CPU layout");
+    require(a.integer("version") == 1, "unknown version");
+    require(a.integer("block_tokens") == KvLayout::kBlockTokens, "block_tokens must be 64");
+    require(l.promoted >= 0 && l.promoted % 4 == 0, "promoted must be a multiple of 4");
+    require(l.recent >= 0 && sinks_ >= 0 && rollback_ >= 0 && l.window >= 0, "a size is negative");
+  }
+
+  void compute(const Call &call) {
+    const Tensor q = call.input(kQ), k = call.input(kK), v = call.input(kV);
+    const Tensor blocks = call.input(kBlocks), ring = call.input(kRing);
+    AttentionParams params = params_;
+    set_geometry(params, q, k, v, blocks, ring);
+    const Tensor slots = call.input(kSlotIds), lengths = call.input(kLengths);
+    std::vector<Row> rows = read_rows(params.layout, slots, lengths, call.data<int32_t>(kNumTokens), ring, q);
+    check_numbers(rows, k, "k");
+    check_numbers(rows, v, "v");
+
+    const int64_t out_shape[] = {q.shape[0], q.shape[1], q.shape[2] * v.shape[3]};
+    auto *out = static_cast<float *>(call.output(0, out_shape, 3));
+    auto *blocks_out = static_cast<uint8_t *>(call.state_output(1, blocks));
+    auto *ring_out = static_cast<char *>(call.state_output(2, ring));
+    run(call, params, rows, q, k, v, blocks_out, ring_out, out);
+  }
+
+private:
+  void require(bool ok, const std::string &what) const {
+    if (!ok)
+      throw Error("AsymKVAttention layer " + std::to_string(layer_) + ": " + what);
+  }
+
+  void set_geometry(AttentionParams &p, const Tensor &q, const Tensor &k, const Tensor &v,
+                    const Tensor &blocks, const Tensor &ring) const {
+    KvLayout &l = p.layout;
+    p.query_heads = static_cast<int>(q.shape[2]);
+    p.kv_heads = static_cast<int>(k.shape[2]);
+    l.k_dim = static_cast<int>(k.shape[3]);
+    l.v_dim = static_cast<int>(v.shape[3]);
+    require(q.rank == 4 && k.rank == 4 && v.rank == 4 && ring.rank == 4 && blocks.rank == 4,
+            "q, k, v, blocks and ring must have four dimensions");
+    require(q.shape[3] == k.shape[3] && v.shape[2] == k.shape[2] && q.shape[2] % k.shape[2] == 0,
+            "heads or head dimensions of q, k and v do not fit");
+    require(l.k_dim <= kMaxHeadDim && l.v_dim <= kMaxHeadDim && l.k_dim % 4 == 0 && l.v_dim % 4 == 0,
+            "head dimensions must be multiples of 4 up to " + std::to_string(kMaxHeadDim));
+    require(l.promoted <= l.k_dim, "more promoted channels than k_dim");
+    l.place_sections();
+    const int64_t ring_type = l.ring_fp32 ? ort::kFloat : ort::kFloat16;
+    require(ring.type == ring_type, "ring has the wrong element type for format " + format_);
+    l.sinks = l.quantized ? static_cast<int>(sinks_) : 0;
+    l.period = static_cast<int>(ring.shape[2]) - l.sinks;
+    const int64_t period = l.recent + KvLayout::kBlockTokens + rollback_;
+    require(!l.quantized || l.period == period, "ring has the wrong number of rows");
+    require(ring.shape[1] == k.shape[2] && ring.shape[3] == l.row_dim() && l.period > 0,
+            "ring has the wrong shape");
+    l.num_blocks = static_cast<int>(blocks.shape[2]);
+    require(!l.quantized || (blocks.shape[0] == ring.shape[0] && blocks.shape[1] == k.shape[2] &&
+                             blocks.shape[3] == static_cast<int64_t>(l.block_bytes)),
+            "blocks has the wrong shape");
+  }
+
+  std::vector<Row> read_rows(const KvLayout &l, const Tensor &slots, const Tensor &lengths,
+                             const int32_t *num_tokens, const Tensor &ring, const Tensor &q) const {
+    require(slots.count() == q.shape[0] && lengths.count() == ring.shape[0],
+            "slot_ids or lengths has the wrong size");
+    std::vector<Row> rows(static_cast<size_t>(q.shape[0]));
+    for (size_t r = 0; r < rows.size(); ++r) {
+      const int slot = slots.as<int32_t>()[r], tokens = num_tokens[r];
+      require(tokens >= 0 && tokens <= q.shape[1], "num_tokens out of range in row " + std::to_string(r));
+      if (tokens > 0) {
+        require(slot >= 0 && slot < ring.shape[0], "slot " + std::to_string(slot) + " does not exist");
+        rows[r] = {slot, lengths.as<int32_t>()[slot], tokens};
+        check_capacity(l, rows[r]);
+      }
+    }
+    return rows;
+  }
+
+  void check_capacity(const KvLayout &l, const Row &row) const {
+    const int64_t end = row.length + row.tokens;
+    const bool fits = l.quantized ? l.blocks_at(end) <= l.num_blocks
+                                  : (l.window > 0 && l.period >= l.window) || end <= l.period;
+    require(row.length >= 0 && fits, "slot " + std::to_string(row.slot) + " is full: length " +
+                                         std::to_string(row.length) + " + " + std::to_string(row.tokens) +
+                                         " new tokens exceeds the cache");
+  }
+
+  // Throws at the first NaN in the valid tokens of x [b,S,heads,dim], before anything is written.
+  void check_numbers(const std::vector<Row> &rows, const Tensor &x, const char *name) const {
+    const int64_t each = x.shape[2] * x.shape[3];
+    for (size_t r = 0; r < rows.size(); ++r)
+      for (int i = 0; i < rows[r].tokens; ++i) {
+        const float *p = x.as<float>() + (static_cast<int64_t>(r) * x.shape[1] + i) * each;
+        int nan = 0;
+        for (int64_t c = 0; c < each; ++c)
+          nan |= p[c] != p[c];
+        require(!nan, std::string("NaN in ") + name + " at slot " + std::to_string(rows[r].slot) +
+                          ", position " + std::to_string(rows[r].length + i));
+      }
+  }
+
+  static HeadState head_state(const Call &call, const AttentionParams &p, const Row &row, int64_t head,
+                              uint8_t *blocks, char *ring) {
+    const KvLayout &l = p.layout;
+    const int64_t at = row.slot * p.kv_heads + head;
+    HeadState s{};
+    s.blocks = l.quantized ? blocks + at * l.num_blocks * l.block_bytes : nullptr;
+    s.ring = ring + at * l.ring_rows() * l.row_bytes();
+    s.calibration = {call.data<float>(kKMean) + head * l.k_dim, call.data<float>(kKRef) + head * l.k_dim,
+                     call.data<int32_t>(kKOrder) + head * l.k_dim,
+                     call.data<float>(kVRef) + head * l.num_v_groups};
+    s.sink_logits = call.data<float>(kSinkLogits) + head * (p.query_heads / p.kv_heads);
+    return s;
+  }
+
+  static void run(const Call &call, const AttentionParams &p, const std::vector<Row> &rows, const Tensor &q,
+                  const Tensor &k, const Tensor &v, uint8_t *blocks, char *ring, float *out) {
+    const int64_t S = q.shape[1], group = p.query_heads / p.kv_heads;
+    const int64_t dk = p.layout.k_dim, dv = p.layout.v_dim;
+    call.parallel(rows.size() * p.kv_heads, [&](size_t task) {
+      const int64_t r = static_cast<int64_t>(task) / p.kv_heads,
+                    head = static_cast<int64_t>(task) % p.kv_heads;
+      const Row &row = rows[r];
+      const HeadState state = head_state(call, p, row, head, blocks, ring);
+      for (int64_t i = 0; i < S; ++i) {
+        const int64_t token = r * S + i, kv = token * p.kv_heads + head,
+                      first = token * p.query_heads + head * group;
+        if (i < row.tokens)
+          step(p, state, row.length + i, q.as<float>() + first * dk, k.as<float>() + kv * dk,
+               v.as<float>() + kv * dv, out + first * dv);
+        else
+          std::fill(out + first * dv, out + (first + group) * dv, 0.0f);
+      }
+    });
+  }
+
+  int64_t layer_;
+  std::string format_;
+  int64_t sinks_, rollback_;
+  AttentionParams params_;
+};
+
+} // namespace
+
+const ort::CustomOp *asym_kv_attention_op() {
+  return Registration<AsymKvAttention>::table();
+}
+
+} // namespace moec

@@ -1,0 +1,75 @@
+// The inner loops that exist once per instruction set, and which of them this process uses.
+#pragma once
+#include "kv_layout.h"
+
+namespace moec {
+
+constexpr int kMaxHeadDim = 512;
+constexpr int kHeadsAtOnce = 4; // query heads that share one pass over a KV head; more would spill registers
+
+// A number known to the compiler.
+template <int N> struct Size {
+  static constexpr int value = N;
+};
+
+// Query heads in one pass: q is [heads][k_dim] (permuted, scaled), out and p are [heads][stride].
+struct HeadSpan {
+  int heads;
+  int64_t stride;
+};
+
+// Activations of one token, quantized to int8 in groups of 64: even columns, then odd ones, per group.
+struct QuantizedVector {
+  int8_t *codes;    // [groups][64]
+  float *scales;    // [groups]
+  int32_t *offsets; // [groups][8]: what undoes the offset 8 of the weight codes, spread over the lanes
+};
+
+struct Int4Matrix {
+  const uint8_t *codes;   // [rows][groups*32]
+  const uint16_t *scales; // fp16 [rows][groups]
+  int columns;
+};
+
+struct Kernels {
+  const char *name;
+  void (*to_half)(const float *x, uint16_t *out, int count);
+  void (*from_half)(const uint16_t *x, float *out, int count);
+
+  // out[h][0..63] = q[h] . dequantized K of a block
+  void (*block_logits)(const KvLayout &layout, const uint8_t *block, HeadSpan span, const float *q,
+                       float *out);
+  // acc[h][0..v_dim-1] += sum over 64 tokens of p[h][t] * dequantized rotated V
+  void (*block_values)(const KvLayout &layout, const uint8_t *block, const float *v_ref, HeadSpan span,
+                       const float *p, float *acc);
+  // The same on `count` consecutive ring rows.
+  void (*ring_logits)(const KvLayout &layout, const void *rows, int count, HeadSpan span, const float *q,
+                      float *out);
+  void (*ring_values)(const KvLayout &layout, const void *rows, int count, HeadSpan span, const float *p,
+                      float *acc);
+  // x[i] = exp(x[i] - m) with m = max(x, floor), returned; *sum gets their sum. x has room for `count`
+  // rounded up to 16.
+  float (*softmax)(float *x, int64_t count, float floor, float *sum);
+
+  void (*quantize_vector)(const float *x, int count, const QuantizedVector &out);
+  // out[i] = 1 / (1 + exp(-slope * x[i]))
+  void (*sigmoid)(const float *x, float slope, float *out, int count);
+  // The fp32 vectors of int4_fp32 are in the order of QuantizedVector: even columns, then odd ones, per
+  // group. y[vector][row - begin] for rows [begin, end) of one matrix and `count` vectors; y has `stride`
+  // floats a vector.
+  void (*int4_int8)(const Int4Matrix &w, int begin, int end, const QuantizedVector *x, int count, float *y,
+                    int64_t stride);
+  void (*int4_fp32)(const Int4Matrix &w, int begin, int end, const float *const *x, int count, float *y,
+                    int64_t stride);
+  void (*bf16_fp32)(const uint16_t *w, int columns, int begin, int end, const float *const *x, int count,
+                    float *y, int64_t stride);
+  float (*dot)(const float *a, const float *b, int count);
+};
+
+const Kernels &kernels(); // the best for this CPU, or what MOEC_CPU_ISA names (portable | avx2 | avx512)
+
+const Kernels &portable_kernels();
+const Kernels &avx2_kernels();
+const Kernels &avx512_kernels();
+
+} // namespace moec

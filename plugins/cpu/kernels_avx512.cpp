@@ -1,0 +1,14 @@
+// The kernels for CPUs with AVX-512 (F, BW, DQ, VL, VNNI); compiled with those enabled.
+#include "simd_avx512.h"
+// clang-format off: the kernels need the SIMD type first
+#include "kernel_table.h"
+// clang-format on
+
+namespace moec {
+
+const Kernels &avx512_kernels() {
+  static const Kernels table = make_kernels<Avx512, Avx512Narrow>("avx512");
+  return table;
+}
+
+} // namespace moec

@@ -1,0 +1,126 @@
+// What every custom operator of this library shares: errors, attributes, tensors, the CustomOp table.
+#pragma once
+#include "ort_abi.h"
+#include <cstring>
+#include <functional>
+#include <stdexcept>
+#include <string>
+
+namespace moec {
+
+// A user-visible failure: becomes the OrtStatus of the call.
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Throws Error with `message` when the status is not null.
+void check(const ort::Api &api, ort::Status *status, const std::string &message);
+
+class Attributes {
+public:
+  Attributes(const ort::Api &api, const ort::KernelInfo *info, const char *op)
+      : api_(api), info_(info), op_(op) {}
+  int64_t integer(const char *name) const;
+  float real(const char *name) const;
+  std::string text(const char *name) const;
+  const char *op() const { return op_; }
+
+private:
+  [[noreturn]] void missing(const char *name) const;
+  const ort::Api &api_;
+  const ort::KernelInfo *info_;
+  const char *op_;
+};
+
+struct Tensor {
+  static constexpr size_t kMaxRank = 4;
+  int64_t shape[kMaxRank] = {1, 1, 1, 1};
+  size_t rank = 0;
+  int type = 0;
+  void *data = nullptr;
+  int64_t count() const;
+  size_t bytes() const;
+  template <class T> T *as() const { return static_cast<T *>(data); }
+};
+
+// One call of a kernel.
+class Call {
+public:
+  Call(const ort::Api &api, ort::KernelContext *context) : api_(api), context_(context) {}
+  Tensor input(size_t index) const;
+  // Only the data, where the shape is known: cheaper.
+  template <class T> const T *data(size_t index) const { return static_cast<const T *>(raw(index)); }
+  // Allocates (or finds, when bound) output `index`.
+  void *output(size_t index, const int64_t *shape, size_t rank) const;
+  // Output `index` holds the state of `input`: nothing is copied where both are the same memory.
+  void *state_output(size_t index, const Tensor &input) const;
+  // Runs body(i) for i in [0, count) on the session's threads.
+  void parallel(size_t count, const std::function<void(size_t)> &body) const;
+
+private:
+  const ort::Value *value(size_t index) const;
+  const void *raw(size_t index) const;
+  const ort::Api &api_;
+  ort::KernelContext *context_;
+};
+
+// Builds the CustomOp table of a class with: kName, kInputs[], kOutputs[] (element types), a constructor
+// (const Attributes &) and compute(const Call &).
+template <class Op> class Registration {
+public:
+  static const ort::CustomOp *table() {
+    static const ort::CustomOp op = make();
+    return &op;
+  }
+
+private:
+  struct Kernel {
+    ort::Api api;
+    Op op;
+    Kernel(ort::Table table, const ort::KernelInfo *info)
+        : api(table), op(Attributes(api, info, Op::kName)) {}
+  };
+  template <class F> static ort::Status *guarded(const ort::Api &api, const F &body) {
+    try {
+      body();
+      return nullptr;
+    } catch (const std::exception &e) {
+      return api.error(e.what());
+    }
+  }
+  static ort::Status *create(const ort::CustomOp *, ort::Table table, const ort::KernelInfo *info,
+                             void **kernel) {
+    return guarded(ort::Api(table), [&] { *kernel = new Kernel(table, info); });
+  }
+  static ort::Status *compute(void *kernel, ort::KernelContext *context) {
+    auto *k = static_cast<Kernel *>(kernel);
+    return guarded(k->api, [&] { k->op.compute(Call(k->api, context)); });
+  }
+  static ort::CustomOp make() {
+    using ort::CustomOp;
+    CustomOp op{};
+    op.version = ort::kApiVersion;
+    op.CreateKernelV2 = create;
+    op.KernelComputeV2 = compute;
+    op.KernelDestroy = [](void *k) { delete static_cast<Kernel *>(k); };
+    op.GetName = [](const CustomOp *) -> const char * { return Op::kName; };
+    op.GetExecutionProviderType = [](const CustomOp *) -> const char * { return nullptr; };
+    op.GetInputType = [](const CustomOp *, size_t i) -> int { return Op::kInputs[i]; };
+    op.GetOutputType = [](const CustomOp *, size_t i) -> int { return Op::kOutputs[i]; };
+    op.GetInputTypeCount = [](const CustomOp *) { return std::size(Op::kInputs); };
+    op.GetOutputTypeCount = [](const CustomOp *) { return std::size(Op::kOutputs); };
+    op.GetInputCharacteristic = op.GetOutputCharacteristic = [](const CustomOp *, size_t) { return 0; };
+    op.GetInputMemoryType = [](const CustomOp *, size_t) { return 0; };
+    op.GetVariadicInputMinArity = op.GetVariadicOutputMinArity = [](const CustomOp *) { return 0; };
+    op.GetVariadicInputHomogeneity = op.GetVariadicOutputHomogeneity = [](const CustomOp *) { return 0; };
+    op.GetStartVersion = [](const CustomOp *) { return 1; };
+    op.GetEndVersion = [](const CustomOp *) { return 0x7fffffff; };
+    return op;
+  }
+};
+
+const ort::CustomOp *asym_kv_attention_op();
+const ort::CustomOp *pipelined_moe_op();
+const ort::CustomOp *experts_op();
+
+} // namespace moec
