@@ -26,14 +26,15 @@ float gelu_tanh(float x) {
   return 0.5f * x * (1.0f + std::tanh(0.79788456f * (x + 0.044715f * x * x * x)));
 }
 
-// Without `up`: at most kPiece elements.
+// Without `up`: at most kPiece elements; out may be x.
 void plain(Activation kind, const float *x, int count, float *out) {
+  float s[kPiece];
   if (kind == Activation::kSilu)
-    kernels().sigmoid(x, 1.0f, out, count);
+    kernels().sigmoid(x, 1.0f, s, count);
   for (int i = 0; i < count; ++i)
     switch (kind) {
     case Activation::kSilu:
-      out[i] *= x[i];
+      out[i] = x[i] * s[i];
       break;
     case Activation::kGelu:
       out[i] = gelu(x[i]);
