@@ -67,8 +67,7 @@ struct Machine {
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   Barrier barriers[kNumBarriers];
-  std::vector<int> ready;
-  size_t ready_head = 0;
+  unsigned ready[kMaxThreads / 32] = {}; // a mask a warp
   int current = -1, alive = 0;
   dim3 grid, block;
   uint3 block_index{};
@@ -101,14 +100,6 @@ inline unsigned random_bits() {
   return static_cast<unsigned>(s >> 32);
 }
 
-inline void arrange(std::vector<int> &order) {
-  if (machine.schedule == Schedule::kReverse)
-    std::reverse(order.begin(), order.end());
-  if (machine.schedule == Schedule::kRandom)
-    for (size_t i = order.size(); i > 1; i--)
-      std::swap(order[i - 1], order[random_bits() % i]);
-}
-
 // Ends the launch from inside a thread; launch() throws the message on the host.
 [[noreturn]] inline void fail(const char *format, ...) {
   char what[400], where[100];
@@ -124,15 +115,49 @@ inline void arrange(std::vector<int> &order) {
   abort();
 }
 
+inline int lowest_bit(unsigned mask) {
+  return __builtin_ctz(mask);
+}
+inline int highest_bit(unsigned mask) {
+  return 31 - __builtin_clz(mask);
+}
+inline int random_bit(unsigned mask) {
+  const unsigned turn = random_bits() % 32, turned = turn ? mask >> turn | mask << (32 - turn) : mask;
+  return static_cast<int>((lowest_bit(turned) + turn) % 32);
+}
+
+// The warp whose turn it is, or -1 if no thread can run.
+inline int pick_warp() {
+  const int count = static_cast<int>(machine.warps.size());
+  int first = machine.schedule == Schedule::kReverse ? count - 1 : 0;
+  if (machine.schedule ==
+      Schedule::kRandom) // mostly the same warp again, so that it gets ahead of the others
+    first = random_bits() % 8 && self ? self->warp
+                                      : static_cast<int>(random_bits() % static_cast<unsigned>(count));
+  const int step = machine.schedule == Schedule::kReverse ? count - 1 : 1;
+  for (int i = 0; i < count; i++)
+    if (machine.ready[(first + i * step) % count])
+      return (first + i * step) % count;
+  return -1;
+}
+
+inline bool anyone_ready() {
+  for (const unsigned mask : machine.ready)
+    if (mask)
+      return true;
+  return false;
+}
+
 inline int next_ready(const char *waiting_at) {
-  if (machine.ready_head == machine.ready.size())
+  const int warp = pick_warp();
+  if (warp < 0)
     fail("deadlock: no thread can run while this one waits at %s", waiting_at);
-  const int thread = machine.ready[machine.ready_head++];
-  if (machine.ready_head == machine.ready.size()) {
-    machine.ready.clear();
-    machine.ready_head = 0;
-  }
-  return thread;
+  unsigned &mask = machine.ready[warp];
+  const int lane = machine.schedule == Schedule::kForward   ? lowest_bit(mask)
+                   : machine.schedule == Schedule::kReverse ? highest_bit(mask)
+                                                            : random_bit(mask);
+  mask &= ~(1u << lane);
+  return warp * 32 + lane;
 }
 
 // Leaves the current thread (which somebody must have queued or will queue) and runs the next ready one.
@@ -148,8 +173,8 @@ inline void yield_at(const char *waiting_at) {
 }
 
 inline void wake(std::vector<int> &waiting) {
-  arrange(waiting);
-  machine.ready.insert(machine.ready.end(), waiting.begin(), waiting.end());
+  for (const int thread : waiting)
+    machine.ready[thread / 32] |= 1u << thread % 32;
   waiting.clear();
 }
 
@@ -239,7 +264,7 @@ inline void thread_main() {
     Fiber finished;
     switch_fiber(finished, machine.host);
   }
-  if (machine.ready_head == machine.ready.size())
+  if (!anyone_ready())
     fail("deadlock: threads still wait for ones that have exited");
   yield_at("exit");
   abort();
@@ -255,6 +280,7 @@ inline void reset_thread(int i) {
   t.open_copies.clear();
   t.copy_groups.clear();
   machine.warps[t.warp].alive |= 1u << t.lane;
+  machine.ready[t.warp] |= 1u << t.lane;
   t.fiber.start(&thread_main);
 }
 
@@ -269,8 +295,8 @@ inline void reset_warp(Warp &warp) { // in place: the slots are large and need n
 inline void reset_block(int num_threads) {
   memset(machine.shared, 0xFF, machine.shared_bytes + kCanaryBytes);
   machine.alive = num_threads;
-  machine.ready.clear();
-  machine.ready_head = 0;
+  self = nullptr;
+  memset(machine.ready, 0, sizeof machine.ready);
   for (Barrier &barrier : machine.barriers)
     barrier = Barrier();
   machine.warps.resize((num_threads + 31) / 32);
@@ -291,10 +317,6 @@ inline void run_block(unsigned linear, int num_threads) {
   const dim3 g = machine.grid;
   machine.block_index = {linear % g.x, linear / g.x % g.y, linear / (g.x * g.y)};
   reset_block(num_threads);
-  std::vector<int> all(num_threads);
-  for (int i = 0; i < num_threads; i++)
-    all[i] = i;
-  wake(all);
   machine.current = next_ready("start");
   self = &machine.threads[machine.current];
   switch_fiber(machine.host, self->fiber);
@@ -309,6 +331,15 @@ inline void check_launch(dim3 grid, int num_threads, size_t shared_bytes) {
                              std::to_string(shared_bytes) + " bytes of shared memory");
   if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535)
     throw std::runtime_error("invalid grid");
+}
+
+// The order in which the blocks run.
+inline void arrange(std::vector<int> &order) {
+  if (machine.schedule == Schedule::kReverse)
+    std::reverse(order.begin(), order.end());
+  if (machine.schedule == Schedule::kRandom)
+    for (size_t i = order.size(); i > 1; i--)
+      std::swap(order[i - 1], order[random_bits() % i]);
 }
 
 // Runs `kernel` for every thread of the grid. Throws std::runtime_error for what a GPU would hang on or

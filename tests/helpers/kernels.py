@@ -136,7 +136,7 @@ def moe_params(tensors: dict, attrs: dict, dtype: str, out: np.ndarray | None) -
         "hidden_size": hidden.shape[1],
         "blob_bytes": tensors["experts"].shape[1],
     }
-    params = MoeParams(group_size=64)
+    params = MoeParams(group_size=64, routed_scale=1.0, gated=1)
     _fill(params, {**shapes, **attrs, **tensors, "dtype": dtype})
     params.out = pointer(out)
     return params
