@@ -1,0 +1,112 @@
+"""`moec run` on a bundle of the tiny model, in a process of its own."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.helpers.bundles import tiny_bundle
+
+LAST_LINE = re.compile(
+    r"prompt \d+ tokens( \(\d+ cached\))? in [\d.]+ s \| generated (?P<count>\d+) tokens, [\d.]+ tokens/s, "
+    r"[\d.]+ ms/token p50, [\d.]+ p95 \| KV cache [\d.]+ MB, fp16 would take [\d.]+ MB \([\d.]+x\)"
+)
+COMMAND = [sys.executable, "-m", "moec.cli.main", "run"]
+
+
+@pytest.fixture(scope="module")
+def bundle():
+    return str(tiny_bundle(context=320, batch=4))
+
+
+def run(*arguments, **options):
+    command = [*COMMAND, *arguments, "--threads", "1"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+def test_prompt(bundle):
+    """Text on stdout, one line of numbers on stderr; the same again for the same seed."""
+    first, second, other = (
+        run(bundle, "--prompt", "To be", "--max-tokens", "12", "--temperature", "1", "--seed", seed)
+        for seed in ("4", "4", "5")
+    )
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout != other.stdout
+    (line,) = first.stderr.splitlines()
+    assert 1 <= int(LAST_LINE.match(line)["count"]) <= 12
+
+
+def test_prompt_from_stdin(bundle):
+    options = ["--raw", "-n", "5", "-t", "0"]
+    piped = run(bundle, "--prompt", "-", *options, input="To be")
+    assert piped.stdout == run(bundle, "--prompt", "To be", *options).stdout
+
+
+def test_context_full_is_said(bundle):
+    """Near the end of the context the answer is cut there, unless the model ended it before."""
+    result = run(bundle, "--raw", "--prompt", "x" * 319, "-n", "4000", "-t", "0")
+    assert result.returncode == 0, result.stderr
+    generated = int(LAST_LINE.match(result.stderr)["count"])
+    assert generated <= 2
+    assert generated < 2 or result.stderr.rstrip().endswith("stopped: the context is full")
+
+
+def test_prompt_too_long(bundle):
+    result = run(bundle, "--raw", "--prompt", "Macbeth " * 2000)
+    assert result.returncode == 2
+    assert re.match(r"error: The prompt has \d+ tokens, but a slot of this bundle holds 320\n", result.stderr)
+
+
+def test_tensorrt_says_what_is_missing(bundle):
+    result = run(bundle, "--prompt", "x", "--device", "tensorrt")
+    assert result.returncode == 2
+    assert "cannot run on TensorRT here, missing:" in result.stderr
+
+
+def test_bad_option(bundle):
+    result = run(bundle, "--prompt", "x", "--temperature", "-3")
+    assert result.returncode == 2
+    assert "temperature is -3.0, but must be >= 0" in result.stderr
+
+
+def test_conversation_keeps_its_cache(bundle):
+    talk = "Who goes there?\nStand and unfold yourself.\n/reset\nWho goes there?\n/quit\nnot read\n"
+    result = run(bundle, "-i", "-n", "6", "-t", "0", input=talk)
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("prompt")]
+    assert len(lines) == 3
+    assert "cached" in lines[1]
+
+
+def test_ctrl_c_stops_cleanly(bundle):
+    """The first Ctrl-C ends the answer with its statistics and exit code 130."""
+    command = [*COMMAND, bundle, "--raw", "--prompt", "a", "-n", "100000", "-t", "1", "--threads", "1"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout.read(1)  # generating
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    if process.returncode == 0:
+        pytest.skip("the model ended its answer before the signal came")
+    assert process.returncode == 130
+    assert "Traceback" not in error
+    assert error.rstrip().endswith("stopped by Ctrl-C")
+    assert LAST_LINE.match(error.splitlines()[-1])
+
+
+def test_reader_that_goes_away(bundle):
+    command = [*COMMAND, bundle, "--raw", "--prompt", "a", "-n", "300", "-t", "1", "--threads", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.read(1)
+    process.stdout.close()
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert process.returncode is not None
+    assert "Traceback" not in process.stderr.read()
