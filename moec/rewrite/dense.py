@@ -6,7 +6,7 @@ import onnx_ir as ir
 from onnxscript.rewriter import pattern
 
 from moec.rewrite.context import RewriteContext, Rule
-from moec.rewrite.parameters import GROUP, is_parameter, quantized, stored
+from moec.rewrite.parameters import GROUP, TRANSFORM, as_bf16, is_parameter, quantized
 
 MIN_ROWS = 16  # gates of a few rows stay fp32: they cost nothing and quantize badly
 
@@ -23,7 +23,8 @@ class DenseRule(Rule):
         return op.Add(y, pattern.Var("bias")) if self.bias else y
 
     def reason(self, weight, bias=None, **_):
-        if not is_parameter(weight) or len(weight.shape) != 2:
+        tied = weight.metadata_props.get(TRANSFORM) == "bf16"  # to the embeddings, which come first
+        if not (is_parameter(weight) or tied) or len(weight.shape) != 2:
             return "matrix product", "its weight is no parameter"
         if weight.name in self.context.keep_float or weight.shape[0] < MIN_ROWS:
             return weight.name, "stays fp32 (a router or a gate)"
@@ -43,8 +44,8 @@ class DenseRule(Rule):
         )
 
     def _bf16(self, op, x, weight, bias):
-        w = stored(weight.graph, weight.name, ir.DataType.BFLOAT16, tuple(weight.shape), "bf16")
-        y = op.MatMul(x, op.Transpose(op.Cast(w, to=ir.DataType.FLOAT), perm=[1, 0]))
+        w = op.Cast(as_bf16(weight), to=ir.DataType.FLOAT)
+        y = op.MatMul(x, op.Transpose(w, perm=[1, 0]))
         return y if bias is None else op.Add(y, bias)
 
 

@@ -7,7 +7,7 @@ import onnx_ir as ir
 from onnxscript.rewriter import pattern
 
 from moec.rewrite.context import RewriteContext, Rule
-from moec.rewrite.parameters import GROUP, is_parameter, quantized, stored
+from moec.rewrite.parameters import GROUP, as_bf16, is_parameter, quantized
 
 
 class EmbeddingRule(Rule):
@@ -44,8 +44,7 @@ class EmbeddingRule(Rule):
         return op.Slice(flat, zero, end, last)
 
     def _bf16(self, op, weight, ids):
-        table = stored(weight.graph, weight.name, ir.DataType.BFLOAT16, tuple(weight.shape), "bf16")
-        return op.Cast(op.Gather(table, ids, axis=0), to=ir.DataType.FLOAT)
+        return op.Cast(op.Gather(as_bf16(weight), ids, axis=0), to=ir.DataType.FLOAT)
 
 
 def lower_embedding(model: ir.Model, context: RewriteContext, notes: list[str]) -> int:

@@ -1,8 +1,6 @@
-"""Small edits of finished graphs: logits of every token, external data, function bodies."""
+"""Small edits of finished graphs: logits of every token, function bodies."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import onnx_ir as ir
 
@@ -35,30 +33,9 @@ def _forget_shapes(value: ir.Value, stop: ir.Value) -> None:
                 out.shape = None
 
 
-def bind_external(model: ir.Model, tensors: Mapping[str, tuple[int, int]], location: str) -> None:
-    """Points every initializer without data at its bytes in a file beside the graph.
-
-    Args:
-        model: A lowered graph.
-        tensors: Initializer name -> (offset, bytes) in the file.
-        location: File name.
-
-    Raises:
-        MoecError: A tensor is not in the file.
-    """
-    for value in model.graph.initializers.values():
-        if value.const_value is not None:
-            continue
-        if value.name not in tensors:
-            raise MoecError(f"{location} lacks the tensor {value.name}")
-        offset, length = tensors[value.name]
-        value.const_value = ir.ExternalTensor(
-            location, offset, length, value.dtype, shape=value.shape, name=value.name
-        )
-
-
 def with_functions(model: ir.Model) -> ir.Model:
     """Attaches the generated function bodies of all moec operators, in place: stock ONNX Runtime runs the result."""
-    from moec.dialect.functions import attach_functions
+    from moec.dialect.functions import attach
 
-    return attach_functions(model)
+    attach(model)
+    return model

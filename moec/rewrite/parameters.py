@@ -14,9 +14,8 @@ _CODE_BYTES = {"int4": GROUP // 2, "int8": GROUP}
 
 def stored(graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...], transform: str) -> ir.Value:
     """The initializer `name` (without data) of a tensor in weights.safetensors; shared by all who ask for it."""
-    if name in graph.initializers and graph.initializers[name].metadata_props.get(TRANSFORM) == transform:
+    if name in graph.initializers:
         return graph.initializers[name]
-    graph.initializers.pop(name, None)
     value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
     value.metadata_props[TRANSFORM] = transform
     graph.initializers.add(value)
@@ -31,6 +30,13 @@ def quantized(op: Any, weight: ir.Value, transform: str) -> tuple[ir.Value, ir.V
     codes = stored(weight.graph, weight.name + ".codes", ir.DataType.UINT8, shape, transform)
     scales = stored(weight.graph, weight.name + ".scales", ir.DataType.FLOAT16, (n, groups), transform)
     return codes, op.Cast(scales, to=ir.DataType.FLOAT)
+
+
+def as_bf16(weight: ir.Value) -> ir.Value:
+    """Declares that a parameter is stored as bf16; all its users see that and must cast."""
+    weight.type = ir.TensorType(ir.DataType.BFLOAT16)
+    weight.metadata_props[TRANSFORM] = "bf16"
+    return weight
 
 
 def is_parameter(value: ir.Value | None) -> bool:
