@@ -1,23 +1,23 @@
-"""Weights as inputs of the engine: which type carries each one, and how the graph decodes it.
+"""Weights as inputs of the engine: which type carries each one, and how the graph reads it.
 
-TensorRT has no packed or unsigned tensors at its border, so the bytes of the file are carried as the types
-that it has, after one exclusive-or at upload:
+TensorRT has no packed or unsigned tensors at its border, so codes are carried as INT8, byte by byte as they
+lie in weights.safetensors, and read by plugins; nothing is converted at upload but small float parameters:
 
-| in the file                     | engine input                | at upload   | in the graph |
-| int4 codes 0..15, zero point 8  | INT4 `[N, ceil(K/64)*64]`   | bytes ^ 88h | DequantizeLinear by 1, Mul by the scale of each 64 columns |
-| int8 codes 0..255, zero 128     | INT8 `[N, ceil(K/64)*64]`   | bytes ^ 80h | Cast, Mul by the scale of each 64 columns |
-| their fp16 scales               | FLOAT16 `[N, ceil(K/64)]`   | none        | |
-| bf16 or fp32 parameters         | activation type, or FLOAT   | cast        | |
+| in the file                    | engine input                 | read by |
+| int4, int8 codes of a matrix   | INT8 `[N, bytes of a row]`   | moec::QuantizedLinear |
+| int8 codes of embeddings       | the same                     | Gather, then standard operators |
+| their fp16 scales              | FLOAT16 `[N, ceil(K/64)]`    | both |
+| bf16 or fp32 parameters        | activation type, or FLOAT    | standard operators, moec operators |
 
-Both exclusive-ors turn "unsigned minus zero point" into two's complement; low nibbles are even columns in the
-file and in ONNX's INT4 alike. The product is what a blocked DequantizeLinear computes, bit by bit; TensorRT-RTX
-1.7.1 makes one kernel of this form and two of that one (65 KB more of plan a matrix, 35 % more scratch).
+Without the plugin TensorRT-RTX 1.7.1 dequantizes every matrix into a buffer in every step: nine times the
+traffic of int4, and 65 to 130 KB of plan for every matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -26,6 +26,7 @@ from moec.compile.stored import StoredTensor
 from moec.errors import MoecError
 
 GROUP = 64
+HALF = ir.DataType.FLOAT16
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Carrier:
     Attributes:
         input: Name of the engine input.
         tensor: Name of the tensor in weights.safetensors.
-        transform: What happens to its bytes at upload: none | xor88 | xor80 | cast.
+        transform: What happens to its bytes at upload: none, or cast (to the input's type).
     """
 
     input: str
@@ -58,16 +59,15 @@ class WeightInputs:
 
     def replace(self, parameter: ir.Value, exact: bool) -> None:
         """Make one initializer an input. `exact`: its consumers want FLOAT (routers, biases, sink logits)."""
-        name = parameter.name
-        del self.graph.initializers[name]
-        if f"{name}.codes" in self.stored:
+        del self.graph.initializers[parameter.name]
+        if f"{parameter.name}.codes" in self.stored:
             self._quantized(parameter)
         else:
             self._float(parameter, ir.DataType.FLOAT if exact else self.activation)
 
     def _float(self, parameter: ir.Value, dtype: ir.DataType) -> None:
         tensor = self.stored[parameter.name]
-        same = {ir.DataType.FLOAT: "F32", ir.DataType.FLOAT16: "F16", ir.DataType.BFLOAT16: "BF16"}[dtype]
+        same = {ir.DataType.FLOAT: "F32", HALF: "F16", ir.DataType.BFLOAT16: "BF16"}[dtype]
         parameter.type = ir.TensorType(dtype)
         parameter.const_value = None
         self.graph.inputs.append(parameter)
@@ -75,110 +75,120 @@ class WeightInputs:
         self.carriers.append(Carrier(parameter.name, tensor.name, transform))
 
     def _quantized(self, parameter: ir.Value) -> None:
-        rows, columns = self._matrix_shape(parameter)
+        rows, columns = _matrix_shape(parameter)
         groups = -(-columns // GROUP)
-        code_bytes = self.stored[f"{parameter.name}.codes"].shape[-1]
-        scales = self._input(f"{parameter.name}.scales", ir.DataType.FLOAT16, [rows, groups], "none")
-        if code_bytes == groups * GROUP // 2:
-            codes = self._input(f"{parameter.name}.codes", ir.DataType.INT4, [rows, groups * GROUP], "xor88")
-            self._decode_uses(parameter, codes, scales)
-        elif code_bytes == groups * GROUP:
-            codes = self._input(f"{parameter.name}.codes", ir.DataType.INT8, [rows, groups * GROUP], "xor80")
-            self._gather_uses(parameter, codes, scales)
-            self._decode_uses(parameter, codes, scales)
-        else:
+        code_bytes = self.stored[f"{parameter.name}.codes"].nbytes // rows
+        bits = {groups * GROUP // 2: 4, groups * GROUP: 8}.get(code_bytes)
+        if bits is None:
             raise MoecError("the stored codes do not fit the weight", where=parameter.name)
+        codes = self._input(f"{parameter.name}.codes", ir.DataType.INT8, [rows, code_bytes])
+        scales = self._input(f"{parameter.name}.scales", HALF, [rows, groups])
+        for node in [use.node for use in parameter.uses()]:
+            if node.op_type == "Transpose":
+                self._products(node, codes, scales, bits)
+            elif node.op_type == "Gather" and node.inputs[0] is parameter and bits == 8:
+                self._gather(node, codes, scales, columns)
+            else:
+                raise MoecError(
+                    f"{node.op_type} cannot read an int{bits} weight on a GPU", where=parameter.name
+                )
 
-    def _matrix_shape(self, parameter: ir.Value) -> tuple[int, int]:
-        shape = parameter.shape
-        if shape is None or len(shape) != 2 or not shape.is_static():
-            raise MoecError("only matrices can be quantized", where=parameter.name)
-        return int(shape[0]), int(shape[1])
-
-    def _input(self, name: str, dtype: ir.DataType, shape: list[int], transform: str) -> ir.Value:
+    def _input(self, name: str, dtype: ir.DataType, shape: list[int]) -> ir.Value:
         value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
         self.graph.inputs.append(value)
-        self.carriers.append(Carrier(name, name, transform))
+        self.carriers.append(Carrier(name, name, "none"))
         return value
 
-    def _node(self, op: str, inputs: list[ir.Value], name: str, dtype: ir.DataType, **attrs) -> ir.Value:
-        node = ir.node(op, inputs, attributes=attrs or None, name=name)
+    def _node(
+        self,
+        op: str,
+        inputs: list[ir.Value],
+        name: str,
+        dtype: ir.DataType,
+        domain: str = "",
+        **attributes: Any,
+    ) -> ir.Value:
+        node = ir.node(op, inputs, attributes=attributes or None, domain=domain, name=name)
         node.outputs[0].name = name
         node.outputs[0].type = ir.TensorType(dtype)
         self.graph.append(node)
         return node.outputs[0]
 
-    def constant(self, values: list[int]) -> ir.Value:
-        """An int64 vector, shared by value."""
-        name = "moec." + "x".join(str(value) for value in values)
-        return self._constant(name, np.array(values, np.int64))
+    def _products(self, transpose: ir.Node, codes: ir.Value, scales: ir.Value, bits: int) -> None:
+        """MatMul(x, Transpose(weight)) -> QuantizedLinear(x, codes, scales)."""
+        for use in list(transpose.outputs[0].uses()):
+            product = use.node
+            if product.op_type != "MatMul" or use.idx != 1:
+                raise MoecError(
+                    f"{product.op_type} cannot read an int{bits} weight on a GPU", where=codes.name
+                )
+            out = product.outputs[0]
+            inputs = [product.inputs[0], codes, scales]
+            attributes = {"bits": bits, "group_size": GROUP, "version": 1}
+            y = self._node("QuantizedLinear", inputs, product.name, self.activation, "moec", **attributes)
+            self._take_over(product, y, out)
+        self.graph.remove(transpose, safe=True)
 
-    def _constant(self, name: str, array: np.ndarray) -> ir.Value:
-        if name not in self.graph.initializers:
-            tensor = ir.tensor(array, name=name)
-            type_ = ir.TensorType(tensor.dtype)
-            self.graph.register_initializer(
-                ir.Value(name=name, type=type_, shape=tensor.shape, const_value=tensor)
-            )
-        return self.graph.initializers[name]
-
-    def _decode_uses(self, parameter: ir.Value, codes: ir.Value, scales: ir.Value) -> None:
-        if not parameter.uses():
-            return
-        name, (rows, columns) = parameter.name, self._matrix_shape(parameter)
-        weight = self._finish(name, self._scaled(name, codes, scales, rows), columns, int(codes.shape[1]))
-        weight.shape = ir.Shape([rows, columns])
-        ir.convenience.replace_all_uses_with(parameter, weight)
-
-    def _finish(self, name: str, x: ir.Value, columns: int, padded: int) -> ir.Value:
-        """Cut the padding of the last group, and cast to the activation type."""
-        if columns != padded:
-            ends = [self.constant([n]) for n in (0, columns, 1)]
-            x = self._node("Slice", [x, *ends], f"{name}.cut", x.dtype)
-        if x.dtype != self.activation:
-            x = self._node("Cast", [x], f"{name}.cast", self.activation, to=self.activation)
-        return x
-
-    def _scaled(self, name: str, codes: ir.Value, scales: ir.Value, rows: int) -> ir.Value:
-        """codes [rows, K] times scales [rows, K/64] in fp16; `rows` is -1 where unknown."""
-        half, columns = ir.DataType.FLOAT16, int(codes.shape[1])
-        groups = columns // GROUP
-        x = self._half(name, codes)
-        x = self._node("Reshape", [x, self.constant([rows, groups, GROUP])], f"{name}.split", half)
-        scale = self._node("Reshape", [scales, self.constant([rows, groups, 1])], f"{name}.each", half)
-        x = self._node("Mul", [x, scale], f"{name}.scaled", half)
-        return self._node("Reshape", [x, self.constant([rows, columns])], f"{name}.dequantized", half)
-
-    def _half(self, name: str, codes: ir.Value) -> ir.Value:
-        """Codes as fp16 numbers, exactly. TensorRT casts INT8, but dequantizes INT4 only."""
-        half = ir.DataType.FLOAT16
-        if codes.dtype == ir.DataType.INT8:
-            return self._node("Cast", [codes], f"{name}.half", half, to=half)
-        one = self._constant("moec.unit_scale", np.array(1, np.float16))
-        return self._node("DequantizeLinear", [codes, one], f"{name}.half", half)
-
-    def _gather_uses(self, parameter: ir.Value, codes: ir.Value, scales: ir.Value) -> None:
-        """Embedding look-ups: pick rows of codes and scales, then decode those."""
-        for node in [use.node for use in parameter.uses()]:
-            if node.op_type == "Gather" and node.inputs[0] is parameter and not _axis(node):
-                self._gather(node, codes, scales, self._matrix_shape(parameter)[1])
+    def _take_over(self, old: ir.Node, new: ir.Value, out: ir.Value) -> None:
+        new.name, new.shape = out.name, out.shape
+        for index, output in enumerate(self.graph.outputs):
+            if output is out:
+                self.graph.outputs[index] = new
+        ir.convenience.replace_all_uses_with(out, new)
+        self.graph.remove(old, safe=True)
 
     def _gather(self, node: ir.Node, codes: ir.Value, scales: ir.Value, columns: int) -> None:
-        ids, out, name = node.inputs[1], node.outputs[0], node.outputs[0].name
-        picked = self._node("Gather", [codes, ids], f"{name}.codes", codes.dtype, axis=0)
-        picked.shape = codes.shape
-        scale = self._node("Gather", [scales, ids], f"{name}.scales", scales.dtype, axis=0)
-        x = self._finish(name, self._scaled(name, picked, scale, -1), columns, int(codes.shape[1]))
-        shape = self._node("Shape", [ids], f"{name}.shape", ir.DataType.INT64)
-        shape = self._node(
-            "Concat", [shape, self.constant([columns])], f"{name}.full", ir.DataType.INT64, axis=0
+        """Embeddings: pick rows of codes and scales, then decode those: (byte - 128) * scale."""
+        ids, name, padded = node.inputs[1], node.outputs[0].name, int(codes.shape[1])
+        split, each, whole = (
+            self._vector(v) for v in ([-1, padded // GROUP, GROUP], [-1, padded // GROUP, 1], [-1, padded])
         )
-        x = self._node("Reshape", [x, shape], f"{name}.rows", self.activation)
-        x.shape = out.shape
-        ir.convenience.replace_all_uses_with(out, x)
-        self.graph.remove(node, safe=True)
+        x = self._node("Gather", [codes, ids], f"{name}.codes", ir.DataType.INT8, axis=0)
+        scale = self._node("Gather", [scales, ids], f"{name}.scales", HALF, axis=0)
+        scale = self._node("Reshape", [scale, each], f"{name}.each", HALF)
+        x = self._node("Reshape", [self._centred(x, name), split], f"{name}.split", HALF)
+        x = self._node(
+            "Reshape", [self._node("Mul", [x, scale], f"{name}.scaled", HALF), whole], f"{name}.whole", HALF
+        )
+        if columns != padded:
+            ends = [self._vector([n]) for n in (0, columns, 1)]
+            x = self._node("Slice", [x, *ends], f"{name}.cut", HALF)
+        if self.activation != HALF:
+            x = self._node("Cast", [x], f"{name}.cast", self.activation, to=self.activation)
+        shape = self._node("Shape", [ids], f"{name}.ids_shape", ir.DataType.INT64)
+        shape = self._node(
+            "Concat", [shape, self._vector([columns])], f"{name}.shape", ir.DataType.INT64, axis=0
+        )
+        self._take_over(
+            node, self._node("Reshape", [x, shape], f"{name}.rows", self.activation), node.outputs[0]
+        )
+
+    def _centred(self, x: ir.Value, name: str) -> ir.Value:
+        """byte - 128 of a byte that TensorRT reads as signed: exact in fp16."""
+        signed = self._node("Cast", [x], f"{name}.signed", HALF, to=HALF)
+        zero, down, up = (self._scalar(value) for value in (0, -128, 128))
+        negative = self._node("Less", [signed, zero], f"{name}.high", ir.DataType.BOOL)
+        offset = self._node("Where", [negative, up, down], f"{name}.offset", HALF)
+        return self._node("Add", [signed, offset], f"{name}.centred", HALF)
+
+    def _vector(self, values: list[int]) -> ir.Value:
+        return self._constant("moec." + "x".join(map(str, values)), np.array(values, np.int64))
+
+    def _scalar(self, value: int) -> ir.Value:
+        return self._constant(f"moec.half.{value}", np.array(value, np.float16))
+
+    def _constant(self, name: str, array: np.ndarray) -> ir.Value:
+        """An initializer, shared by name."""
+        if name not in self.graph.initializers:
+            tensor = ir.tensor(array, name=name)
+            kind = ir.TensorType(tensor.dtype)
+            value = ir.Value(name=name, type=kind, shape=tensor.shape, const_value=tensor)
+            self.graph.register_initializer(value)
+        return self.graph.initializers[name]
 
 
-def _axis(node: ir.Node) -> int:
-    attribute = node.attributes.get("axis")
-    return attribute.as_int() if attribute is not None else 0
+def _matrix_shape(parameter: ir.Value) -> tuple[int, int]:
+    shape = parameter.shape
+    if shape is None or len(shape) != 2 or not shape.is_static():
+        raise MoecError("only matrices can be quantized", where=parameter.name)
+    return int(shape[0]), int(shape[1])

@@ -148,8 +148,8 @@ def _alias_queries(library: str) -> int:
 def main(arguments: list[str]) -> int:
     request = json.loads(Path(arguments[0]).read_text())
     channel = Channel(int(arguments[1]))
-    # A new thread has a malloc arena of its own, still empty: what the main thread's heap looks like (it depends
-    # on the lengths of paths and variables) does not order anything in the plan.
+    # A new thread has a malloc arena of its own, still empty: what the main thread's heap looks like (that
+    # depends on the lengths of paths and variables) does not order anything in the plan.
     worker = threading.Thread(target=answer, args=(request, channel))
     worker.start()
     worker.join()

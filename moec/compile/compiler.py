@@ -189,7 +189,7 @@ def _verify(report: EngineReport, wanted: Counter, library: Path, plan: Path) ->
         raise MoecError(
             "TensorRT never asked the plugins which outputs share memory: the caches would be lost",
             where=f"{library}, plugin build interface",
-            hint=f"The library reports another plugin ABI version than TensorRT expects: rebuild it.\n  {log}",
+            hint=f"The library reports another plugin ABI version than TensorRT wants: rebuild it.\n  {log}",
         )
     # The library sits near the start of the plan, byte for byte.
     embedded = library.read_bytes()

@@ -91,7 +91,7 @@ def _refuse_unsupported(graph: ir.Graph) -> None:
 
 
 def _plugin_arity(graph: ir.Graph) -> None:
-    """Drops the state outputs of RESIDENT expert nodes: there is no state, and the plugin has no such output."""
+    """Drops the state outputs of RESIDENT expert nodes, as the plugin does: there is no state."""
     for node in list(graph):
         if node.domain != "moec" or node.op_type not in ("PipelinedMoE", "Experts"):
             continue

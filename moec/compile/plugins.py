@@ -10,8 +10,8 @@ from moec.errors import MoecError
 
 LIBRARY = "libmoec_trt.so"
 HINT = (
-    "It is built where nvcc is found: install the CUDA toolkit, or pip install nvidia-cuda-nvcc nvidia-cuda-runtime "
-    "nvidia-cuda-crt nvidia-nvvm, then reinstall moec. Or build with --target cpu."
+    "It is built where nvcc is found: install the CUDA toolkit, or pip install nvidia-cuda-nvcc "
+    "nvidia-cuda-runtime nvidia-cuda-crt nvidia-nvvm, then reinstall moec. Or build with --target cpu."
 )
 
 

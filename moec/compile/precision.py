@@ -22,6 +22,7 @@ MOEC_INPUTS: dict[str, tuple[str | None, ...]] = {
     "AsymKVAttention": (_A, _A, _A, *(_OTHER,) * 5, _F, _F, _OTHER, _F, _F),
     "PipelinedMoE": (_A, _OTHER, _F, _F, _F, _F, *(_OTHER,) * 3),
     "Experts": (_A, _OTHER, _OTHER, _F, *(_OTHER,) * 3),
+    "QuantizedLinear": (_A, _OTHER, _OTHER),
 }
 """Float inputs of the moec ops: of the activation type, or FLOAT whatever the activations are."""
 
@@ -50,8 +51,6 @@ class ActivationType:
             self._moec(node)
         elif node.op_type == "Cast":
             self._cast_node(node)
-        elif node.op_type == "DequantizeLinear":
-            pass
         elif any(value is not None and value.dtype == self.dtype for value in node.inputs):
             self._standard(node)
         else:

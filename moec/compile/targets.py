@@ -109,6 +109,7 @@ def _need_tensorrt(archs: tuple[str, ...]) -> None:
     installed = "installed" if has_module("tensorrt") else "not installed"
     raise MoecError(
         f"TensorRT-RTX cannot build for {gpus}, and the plan it builds for other targets cannot load there",
-        hint="TensorRT 11 builds for such a GPU, on a machine that has it: pip install 'moec[tensorrt]' there and "
-        f"repeat this command. Here TensorRT 11 is {installed} and the GPUs are: {', '.join(sorted(here)) or 'none'}.",
+        hint="TensorRT 11 builds for such a GPU, on a machine that has one: there, pip install "
+        "'moec[tensorrt]' and repeat this command.\n"
+        f"  Here TensorRT 11 is {installed}, and the GPUs are: {', '.join(sorted(here)) or 'none'}.",
     )
