@@ -1,0 +1,33 @@
+# moec_find_nvcc(): sets MOEC_NVCC (false if there is none), MOEC_NVCC_INCLUDES and MOEC_CUDART_STATIC.
+function(moec_find_nvcc)
+  set(hints $ENV{CUDA_HOME}/bin /usr/local/cuda/bin)
+  find_package(Python3 QUIET COMPONENTS Interpreter)
+  if(Python3_Interpreter_FOUND) # the PyPI packages unpack into <site-packages>/nvidia/cu13
+    execute_process(OUTPUT_VARIABLE site OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET
+      COMMAND ${Python3_EXECUTABLE} -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+    file(GLOB pypi_folders ${site}/nvidia/cu*)
+    foreach(folder IN LISTS pypi_folders)
+      list(APPEND hints ${folder}/bin)
+    endforeach()
+  endif()
+  find_program(MOEC_NVCC nvcc HINTS ENV PATH PATHS ${hints} DOC "CUDA compiler")
+  if(NOT MOEC_NVCC)
+    return()
+  endif()
+  file(REAL_PATH ${MOEC_NVCC} real_nvcc)
+  get_filename_component(root ${real_nvcc} DIRECTORY)
+  get_filename_component(root ${root} DIRECTORY)
+  # Some toolkits put a script in front of the real compiler: ask nvcc itself where it lives.
+  execute_process(COMMAND ${MOEC_NVCC} --dryrun -c x.cu OUTPUT_QUIET ERROR_VARIABLE dryrun)
+  if(dryrun MATCHES "_HERE_=([^\n]+)")
+    get_filename_component(root ${CMAKE_MATCH_1} DIRECTORY)
+  endif()
+  find_library(MOEC_CUDART_STATIC libcudart_static.a
+    PATHS ${root} PATH_SUFFIXES lib64 lib targets/x86_64-linux/lib NO_DEFAULT_PATH DOC "Static CUDA runtime")
+  if(NOT MOEC_CUDART_STATIC)
+    message(STATUS "moec: ${MOEC_NVCC} has no libcudart_static.a beside it, so it is not used")
+    set(MOEC_NVCC "" PARENT_SCOPE)
+    return()
+  endif()
+  set(MOEC_NVCC_INCLUDES -I ${root}/include PARENT_SCOPE)
+endfunction()
