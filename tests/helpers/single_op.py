@@ -48,7 +48,7 @@ def stock_session(model: onnx.ModelProto, libraries: tuple[str, ...] = ()) -> or
 
 
 class FunctionOp:
-    """Calls an operator like its reference: `op(**inputs) -> list of arrays`; shapes come from the first call."""
+    """Calls an operator like its reference: `op(**inputs) -> list of arrays`; the first call fixes shapes."""
 
     def __init__(self, op: str, **attributes: object) -> None:
         self.op, self.attributes, self.session = op, attributes, None
