@@ -105,7 +105,8 @@ def prepare_rows(layout: KVLayout, k: np.ndarray, v: np.ndarray, calibration: Ca
     """
     k, v = np.asarray(k, F32), np.asarray(v, F32)
     if layout.quantized:
-        k = (permute(k, calibration.k_order) - calibration.k_mean) / calibration.k_ref
+        with np.errstate(over="ignore"):  # an overflow is clamped below
+            k = (permute(k, calibration.k_order) - calibration.k_mean) / calibration.k_ref
         v = hadamard(np.clip(v, F32(-65504), F32(65504)), layout.v_group)
     rows = np.concatenate([k, v], axis=-1)
     return rows if layout.format == "fp32" else to_half(rows)
