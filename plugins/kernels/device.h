@@ -10,8 +10,8 @@
   extern __shared__ __align__(128) unsigned char moec_dynamic_smem[];                                        \
   type *name = reinterpret_cast<type *>(moec_dynamic_smem)
 #define MOEC_LAUNCH(kernel, grid, block, smem, stream, ...) kernel<<<grid, block, smem, stream>>>(__VA_ARGS__)
-// Four CTAs an SM are enough to hide latency here; asking for no more keeps ptxas from spilling to get them.
-#define MOEC_KERNEL __launch_bounds__(128, 4)
+// Three CTAs an SM hide enough latency here; asking for no more keeps ptxas from spilling to get them.
+#define MOEC_KERNEL __launch_bounds__(128, 3)
 #define MOEC_DEVICE __device__ __forceinline__
 #else
 #include "simt/simt.h"
