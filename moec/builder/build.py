@@ -27,7 +27,7 @@ from moec.calibrate.text import DEFAULT_TEXT
 from moec.checkpoint import Checkpoint, open_checkpoint
 from moec.frontend.capture import Captured, capture
 from moec.frontend.save import save_exported
-from moec.pack.experts_store import checked_bytes, plan_store, write_experts
+from moec.pack.experts_store import checked_bytes, plan_store, store_bytes, write_experts
 from moec.pack.graph_weights import WEIGHTS, bind_weights, plans_for
 from moec.pack.weights import TensorPlan, plan_weights, write_weights
 from moec.progress import Progress
@@ -121,11 +121,11 @@ class _Build:
             bind_weights(captured.model, places)
             write_bytes(self.writer.folder / GRAPH, _serialize(captured.model))
             facts = copy_model_files(self.checkpoint, self.writer.folder)
+            if not facts.has_tokenizer:
+                self.progress.warn("the checkpoint has no tokenizer: the bundle takes token ids only")
             self.measure(geometry, layouts, places)
             manifest = self.manifest(captured, layouts, facts)
             self.finish(manifest, header)
-        if not facts.has_tokenizer:
-            self.progress.warn("the checkpoint has no tokenizer: the bundle takes token ids only")
         self.progress.table(size_table(self.report.sizes, self.report.options))
         return self.report
 
@@ -209,8 +209,7 @@ class _Build:
 
     def pack_experts(self, geometry: Geometry) -> StoreHeader:
         """Write experts.moex."""
-        plan = plan_store(geometry, self.options.experts)
-        total = sum(place.num_experts * place.blob_bytes for place in plan.layers)
+        total = store_bytes(geometry, self.options.experts)
         with self.progress.phase("Packing experts", total=total) as task:
             path = self.writer.folder / EXPERTS
             header = write_experts(path, geometry, self.checkpoint, self.options.experts, task.advance)
@@ -231,11 +230,13 @@ class _Build:
             sizes[part] += sum(places[n][1] for n in (name, f"{name}.codes", f"{name}.scales") if n in places)
             sizes[f"{part}_bf16"] += 2 * math.prod(shape)
         folder = self.writer.folder
-        total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        sizes["experts"] = (folder / EXPERTS).stat().st_size
+        total = sum(
+            path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != EXPERTS
+        )
+        sizes["experts"] = store_bytes(geometry, self.options.experts)
         sizes["experts_bf16"] = 2 * expert_elements(geometry)
-        sizes["other"] = total - sizes["experts"] - sizes["dense"] - sizes["vocabulary"]
-        sizes["total"] = total
+        sizes["other"] = total - sizes["dense"] - sizes["vocabulary"]
+        sizes["total"] = total + sizes["experts"]
         sizes["total_bf16"] = sizes["dense_bf16"] + sizes["vocabulary_bf16"] + sizes["experts_bf16"]
         self.report.sizes = sizes | cache_sizes(layouts)
 

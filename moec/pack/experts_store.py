@@ -31,6 +31,12 @@ def plan_store(geometry: Geometry, weight_format: str) -> StoreHeader:
     return StoreHeader.plan(weight_format, 64, layers)
 
 
+def store_bytes(geometry: Geometry, weight_format: str) -> int:
+    """Bytes of all blobs: what the store takes on disk. The file looks larger: it has holes up to 2 MiB."""
+    places = plan_store(geometry, weight_format).layers
+    return sum(place.num_experts * place.blob_bytes for place in places)
+
+
 def checked_bytes(header: StoreHeader) -> int:
     """Length of header and hash table: what the manifest's checksum covers."""
     return header.header_bytes + 8 * header.num_experts
