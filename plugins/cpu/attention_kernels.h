@@ -40,51 +40,78 @@ void transpose_words(const uint8_t *rows, int row_bytes, uint32_t (*words)[kToke
   }
 }
 
-// The query of a block: q[channel][head] for the low plane, then for the high one, and the constant of each
-// head.
-template <int H> struct FoldedQuery {
-  float low[kMaxHeadDim * H], high[kMaxHeadDim * H];
-  float bias[H];
+// Scales and zero points of a block's K channels.
+struct KeyScales {
+  alignas(64) float scale[kMaxHeadDim], zero[kMaxHeadDim];
 };
 
-template <int H>
-void fold_query(const KvLayout &layout, const uint8_t *block, const float *q, FoldedQuery<H> &out) {
+void load_key_scales(const KvLayout &layout, const uint8_t *block, KeyScales &out) {
   const auto *zero = reinterpret_cast<const int8_t *>(block + layout.k_zero);
-  float partial[4][H] = {};
   for (int c = 0; c < layout.k_dim; ++c) {
-    const float scale = kE4m3.value[block[layout.k_scale + c]], z = static_cast<float>(zero[c]);
-    for (int h = 0; h < H; ++h) {
-      const float x = q[h * layout.k_dim + c] * scale;
-      out.low[c * H + h] = x;
-      partial[c & 3][h] += x * z;
-    }
+    out.scale[c] = kE4m3.value[block[layout.k_scale + c]];
+    out.zero[c] = static_cast<float>(zero[c]);
   }
-  for (int i = 0; i < layout.promoted * H; ++i)
-    out.high[i] = 4.0f * out.low[i];
-  for (int h = 0; h < H; ++h)
-    out.bias[h] = (partial[0][h] + partial[1][h]) + (partial[2][h] + partial[3][h]);
 }
 
-// acc[h][v] += code * q over the channels of one plane, for V vectors of tokens from `token` on.
-template <class S, int H, int V>
-void add_plane(const uint32_t (*words)[kTokens], int channels, int token, const float *q,
-               typename S::F (&acc)[H][V]) {
-  for (int first = 0; first < channels; first += kCodesPerWord, q += kCodesPerWord * H) {
-    typename S::I word[V];
+// folded[c] = q[c] * scale[c]; returns the sum of folded[c] * zero[c]: what the zero points add to every
+// logit.
+template <class S> float fold_query(const KeyScales &scales, int k_dim, const float *q, float *folded) {
+  typename S::F acc = S::set1(0.0f);
+  int c = 0;
+  for (; c + S::kWidth <= k_dim; c += S::kWidth) {
+    const typename S::F x = S::mul(S::load(q + c), S::load(scales.scale + c));
+    S::store(folded + c, x);
+    acc = S::fma(x, S::load(scales.zero + c), acc);
+  }
+  float sum = S::sum(acc);
+  for (; c < k_dim; ++c) {
+    folded[c] = q[c] * scales.scale[c];
+    sum += folded[c] * scales.zero[c];
+  }
+  return sum;
+}
+
+// The packed K codes of a block, transposed: lanes are tokens.
+struct KeyWords {
+  alignas(64) uint32_t low[kMaxWords][kTokens], high[kMaxWords][kTokens];
+};
+
+void load_key_words(const KvLayout &layout, const uint8_t *block, KeyWords &out) {
+  transpose_words(block + layout.k_lo, layout.k_dim / 4, out.low);
+  transpose_words(block + layout.k_hi, layout.promoted / 4, out.high);
+}
+
+// Calls use(channel, code) for every channel in order; code holds the K codes of V vectors of tokens.
+template <class S, int V, class Use>
+void for_key_codes(const KvLayout &layout, const KeyWords &words, int token, const Use &use) {
+  using F = typename S::F;
+  for (int first = 0; first < layout.k_dim; first += kCodesPerWord) {
+    const int w = first / kCodesPerWord;
+    const int count = layout.k_dim - first < kCodesPerWord ? layout.k_dim - first : kCodesPerWord;
+    const int promoted = layout.promoted - first < count ? layout.promoted - first : count;
+    typename S::I low[V], high[V];
+    F code[V];
     for (int v = 0; v < V; ++v)
-      word[v] = S::load_words(words[first / kCodesPerWord] + token + v * S::kWidth);
-    const int count = channels - first < kCodesPerWord ? channels - first : kCodesPerWord;
-    for (int j = 0; j < count; ++j) {
-      typename S::F code[V];
+      low[v] = S::load_words(words.low[w] + token + v * S::kWidth);
+    int j = 0;
+    if (promoted > 0) {
+      for (int v = 0; v < V; ++v)
+        high[v] = S::load_words(words.high[w] + token + v * S::kWidth);
+      for (; j < promoted; ++j) {
+        for (int v = 0; v < V; ++v) {
+          code[v] = S::fma(S::low_code(high[v]), S::set1(4.0f), S::low_code(low[v]));
+          low[v] = S::drop_code(low[v]);
+          high[v] = S::drop_code(high[v]);
+        }
+        use(first + j, code);
+      }
+    }
+    for (; j < count; ++j) {
       for (int v = 0; v < V; ++v) {
-        code[v] = S::low_code(word[v]);
-        word[v] = S::drop_code(word[v]);
+        code[v] = S::low_code(low[v]);
+        low[v] = S::drop_code(low[v]);
       }
-      for (int h = 0; h < H; ++h) {
-        const typename S::F weight = S::set1(q[j * H + h]);
-        for (int v = 0; v < V; ++v)
-          acc[h][v] = S::fma(code[v], weight, acc[h][v]);
-      }
+      use(first + j, code);
     }
   }
 }
@@ -92,46 +119,62 @@ void add_plane(const uint32_t (*words)[kTokens], int channels, int token, const 
 template <class S, int H>
 void block_logits(const KvLayout &layout, const uint8_t *block, int64_t stride, const float *q, float *out) {
   constexpr int V = H >= 3 || S::kWidth > 8 ? 2 : 4;
-  alignas(64) uint32_t low[kMaxWords][kTokens], high[kMaxWords][kTokens];
-  FoldedQuery<H> folded;
-  transpose_words(block + layout.k_lo, layout.k_dim / 4, low);
-  transpose_words(block + layout.k_hi, layout.promoted / 4, high);
-  fold_query<H>(layout, block, q, folded);
+  using F = typename S::F;
+  KeyWords words;
+  KeyScales scales;
+  load_key_words(layout, block, words);
+  load_key_scales(layout, block, scales);
+  alignas(64) float folded[H][kMaxHeadDim];
+  float bias[H];
+  for (int h = 0; h < H; ++h)
+    bias[h] = fold_query<S>(scales, layout.k_dim, q + h * layout.k_dim, folded[h]);
   for (int token = 0; token < kTokens; token += V * S::kWidth) {
-    typename S::F acc[H][V];
+    F acc[H][V];
     for (int h = 0; h < H; ++h)
       for (int v = 0; v < V; ++v)
-        acc[h][v] = S::set1(folded.bias[h]);
-    add_plane<S, H, V>(low, layout.k_dim, token, folded.low, acc);
-    add_plane<S, H, V>(high, layout.promoted, token, folded.high, acc);
+        acc[h][v] = S::set1(bias[h]);
+    for_key_codes<S, V>(layout, words, token, [&](int c, const F(&code)[V]) {
+      for (int h = 0; h < H; ++h) {
+        const F weight = S::set1(folded[h][c]);
+        for (int v = 0; v < V; ++v)
+          acc[h][v] = S::fma(code[v], weight, acc[h][v]);
+      }
+    });
     for (int h = 0; h < H; ++h)
       for (int v = 0; v < V; ++v)
         S::store(out + h * stride + token + v * S::kWidth, acc[h][v]);
   }
 }
 
-// Probabilities of a block for one group of V's channels: p * scale per token, and the sum of p * zero.
-template <int H> struct FoldedProbability {
-  alignas(64) float scaled[kTokens][H];
-  float low[H];
+// Scales and zeros of one group of a block's V, per token, in the units of rotated V.
+struct ValueScales {
+  alignas(64) float scale[kTokens], zero[kTokens];
 };
 
-template <int H>
-void fold_probability(const KvLayout &layout, const uint8_t *block, int group, float ref, int64_t stride,
-                      const float *p, FoldedProbability<H> &out) {
+void load_value_scales(const KvLayout &layout, const uint8_t *block, int group, float ref, ValueScales &out) {
   const uint8_t *scales = block + layout.v_scale + group, *zeros = block + layout.v_zero + group;
-  const int ng = layout.num_v_groups;
-  float partial[4][H] = {};
   for (int t = 0; t < kTokens; ++t) {
-    const float scale = kE4m3.value[scales[t * ng]] * ref, zero = kE4m3.value[zeros[t * ng]] * ref;
-    for (int h = 0; h < H; ++h) {
-      out.scaled[t][h] = p[h * stride + t] * scale;
-      partial[t & 3][h] += p[h * stride + t] * zero;
-    }
+    out.scale[t] = kE4m3.value[scales[t * layout.num_v_groups]] * ref;
+    out.zero[t] = kE4m3.value[zeros[t * layout.num_v_groups]] * ref;
   }
-  for (int h = 0; h < H; ++h)
-    out.low[h] = (partial[0][h] + partial[1][h]) + (partial[2][h] + partial[3][h]);
 }
+
+// folded[t] = p[t] * scale[t]; returns the sum of p[t] * zero[t]: what the zeros add to every channel of the
+// group.
+template <class S> float fold_probability(const ValueScales &scales, const float *p, float *folded) {
+  typename S::F acc = S::set1(0.0f);
+  for (int t = 0; t < kTokens; t += S::kWidth) {
+    const typename S::F x = S::load(p + t);
+    S::store(folded + t, S::mul(x, S::load(scales.scale + t)));
+    acc = S::fma(x, S::load(scales.zero + t), acc);
+  }
+  return S::sum(acc);
+}
+
+template <int H> struct FoldedProbability {
+  alignas(64) float scaled[H][kTokens];
+  float low[H];
+};
 
 // acc[h][0 .. C*width-1] += values of C vectors of channels; codes points at the first channel's byte of
 // token 0.
@@ -144,7 +187,7 @@ void add_values(const uint8_t *codes, int row_bytes, const FoldedProbability<H> 
   for (int t = 0; t < kTokens; ++t, codes += row_bytes) {
     typename S::F weight[H];
     for (int h = 0; h < H; ++h)
-      weight[h] = S::set1(p.scaled[t][h]);
+      weight[h] = S::set1(p.scaled[h][t]);
     for (int c = 0; c < C; ++c) {
       uint32_t word; // the section behind the codes makes reading past a narrow vector's bytes harmless
       std::memcpy(&word, codes + c * S::kWidth / 4, 4);
@@ -158,7 +201,7 @@ void add_values(const uint8_t *codes, int row_bytes, const FoldedProbability<H> 
       S::store(acc + h * v_dim + c * S::kWidth, sum[h][c]);
 }
 
-// Groups narrower than a vector (v_dim not a multiple of it).
+// Channels that do not fill a vector.
 template <int H>
 void add_values_narrow(const uint8_t *codes, int row_bytes, int count, const FoldedProbability<H> &p,
                        float *acc, int v_dim) {
@@ -166,7 +209,7 @@ void add_values_narrow(const uint8_t *codes, int row_bytes, int count, const Fol
     for (int c = 0; c < count; ++c) {
       float sum = acc[h * v_dim + c] + p.low[h];
       for (int t = 0; t < kTokens; ++t)
-        sum += static_cast<float>(codes[t * row_bytes + c / 4] >> (2 * (c & 3)) & 3) * p.scaled[t][h];
+        sum += static_cast<float>(codes[t * row_bytes + c / 4] >> (2 * (c & 3)) & 3) * p.scaled[h][t];
       acc[h * v_dim + c] = sum;
     }
 }
@@ -176,9 +219,12 @@ void block_values(const KvLayout &layout, const uint8_t *block, const float *v_r
                   const float *p, float *acc) {
   constexpr int C = S::kAccumulators / H < 4 ? 2 : 4;
   const int row_bytes = layout.v_dim / 4, width = layout.v_group;
+  ValueScales scales;
   FoldedProbability<H> folded;
   for (int g = 0; g < layout.num_v_groups; ++g) {
-    fold_probability<H>(layout, block, g, v_ref[g], stride, p, folded);
+    load_value_scales(layout, block, g, v_ref[g], scales);
+    for (int h = 0; h < H; ++h)
+      folded.low[h] = fold_probability<S>(scales, p + h * stride, folded.scaled[h]);
     const uint8_t *codes = block + layout.v_codes + g * width / 4;
     float *out = acc + g * width;
     int c = 0;
