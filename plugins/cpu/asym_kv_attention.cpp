@@ -175,15 +175,22 @@ private:
                     head = static_cast<int64_t>(task) % p.kv_heads;
       const Row &row = rows[r];
       const HeadState state = head_state(call, p, row, head, blocks, ring);
-      for (int64_t i = 0; i < S; ++i) {
-        const int64_t token = r * S + i, kv = token * p.kv_heads + head,
-                      first = token * p.query_heads + head * group;
-        if (i < row.tokens)
-          step(p, state, row.length + i, q.as<float>() + first * dk, k.as<float>() + kv * dk,
-               v.as<float>() + kv * dv, out + first * dv);
-        else
-          std::fill(out + first * dv, out + (first + group) * dv, 0.0f);
-      }
+      const int64_t q_at = (r * S * p.query_heads + head * group) * dk,
+                    out_at = (r * S * p.query_heads + head * group) * dv;
+      const int64_t kv_at = r * S * p.kv_heads + head;
+      HeadTokens t{row.length,
+                   row.tokens,
+                   q.as<float>() + q_at,
+                   k.as<float>() + kv_at * dk,
+                   v.as<float>() + kv_at * dv,
+                   out + out_at,
+                   p.query_heads * dk,
+                   p.kv_heads * dk,
+                   p.kv_heads * dv,
+                   p.query_heads * dv};
+      run_tokens(p, state, t);
+      for (int64_t i = row.tokens; i < S; ++i)
+        std::fill_n(t.out + i * t.out_stride, group * dv, 0.0f);
     });
   }
 

@@ -1,4 +1,4 @@
-// Attention of one KV head of one slot: append a token, attend, flush a block that became complete.
+// Attention of one KV head of one slot: append tokens, attend, flush blocks that became complete.
 #pragma once
 #include "kv_layout.h"
 #include "mkv2_pack.h"
@@ -20,8 +20,19 @@ struct HeadState {
   const float *sink_logits; // of the head's query heads
 };
 
-// One token at position `length`: q [query_heads/kv_heads][k_dim], k [k_dim], v [v_dim] -> out [..][v_dim].
-void step(const AttentionParams &params, const HeadState &state, int64_t length, const float *q,
-          const float *k, const float *v, float *out);
+// Consecutive tokens of one KV head; each pointer is the first token's, each stride leads to the next one's.
+struct HeadTokens {
+  int64_t length; // tokens cached before
+  int count;
+  const float *q; // [query_heads/kv_heads][k_dim]
+  const float *k; // [k_dim]
+  const float *v; // [v_dim]
+  float *out;     // [query_heads/kv_heads][v_dim]
+  int64_t q_stride, k_stride, v_stride, out_stride;
+};
+
+// Appends, attends and flushes as if token by token: the results' bits do not depend on how tokens are
+// divided.
+void run_tokens(const AttentionParams &params, const HeadState &state, const HeadTokens &tokens);
 
 } // namespace moec

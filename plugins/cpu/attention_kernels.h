@@ -40,11 +40,6 @@ void transpose_words(const uint8_t *rows, int row_bytes, uint32_t (*words)[kToke
   }
 }
 
-// Scales and zero points of a block's K channels.
-struct KeyScales {
-  alignas(64) float scale[kMaxHeadDim], zero[kMaxHeadDim];
-};
-
 void load_key_scales(const KvLayout &layout, const uint8_t *block, KeyScales &out) {
   const auto *zero = reinterpret_cast<const int8_t *>(block + layout.k_zero);
   for (int c = 0; c < layout.k_dim; ++c) {
@@ -145,11 +140,6 @@ void block_logits(const KvLayout &layout, const uint8_t *block, int64_t stride, 
         S::store(out + h * stride + token + v * S::kWidth, acc[h][v]);
   }
 }
-
-// Scales and zeros of one group of a block's V, per token, in the units of rotated V.
-struct ValueScales {
-  alignas(64) float scale[kTokens], zero[kTokens];
-};
 
 void load_value_scales(const KvLayout &layout, const uint8_t *block, int group, float ref, ValueScales &out) {
   const uint8_t *scales = block + layout.v_scale + group, *zeros = block + layout.v_zero + group;

@@ -3,6 +3,7 @@
 #pragma once
 #include "attention_kernels.h"
 #include "gemv_kernels.h"
+#include "panel_kernels.h"
 #include "ring_kernels.h"
 
 namespace moec {
@@ -49,6 +50,10 @@ template <class Wide, class Narrow> Kernels make_kernels(const char *name) {
     for_heads(span.heads,
               [&](auto h) { block_values<Wide, h.value>(layout, block, v_ref, span.stride, p, acc); });
   };
+  k.unpack_keys = unpack_keys<Wide>;
+  k.panel_logits = panel_logits<Wide>;
+  k.unpack_values = unpack_values<Wide>;
+  k.panel_values = panel_values<Wide>;
   k.ring_logits = [](const KvLayout &layout, const void *rows, int count, HeadSpan span, const float *q,
                      float *out) {
     for_heads(span.heads, [&](auto h) {

@@ -18,6 +18,26 @@ struct HeadSpan {
   int64_t stride;
 };
 
+// Scales and zero points of a block's K channels.
+struct KeyScales {
+  alignas(64) float scale[kMaxHeadDim], zero[kMaxHeadDim];
+};
+
+// Scales and zeros of one group of a block's V, per token, in the units of rotated V.
+struct ValueScales {
+  alignas(64) float scale[KvLayout::kBlockTokens], zero[KvLayout::kBlockTokens];
+};
+
+// One unpacked block: codes as floats.
+struct KeyPanel {
+  alignas(64) float codes[kMaxHeadDim][KvLayout::kBlockTokens];
+  KeyScales scales;
+};
+struct ValuePanel {
+  alignas(64) float codes[KvLayout::kBlockTokens][kMaxHeadDim];
+  ValueScales scales[kMaxHeadDim / 4];
+};
+
 // Activations of one token, quantized to int8 in groups of 64: even columns, then odd ones, per group.
 struct QuantizedVector {
   int8_t *codes;    // [groups][64]
@@ -42,6 +62,13 @@ struct Kernels {
   // acc[h][0..v_dim-1] += sum over 64 tokens of p[h][t] * dequantized rotated V
   void (*block_values)(const KvLayout &layout, const uint8_t *block, const float *v_ref, HeadSpan span,
                        const float *p, float *acc);
+  // The same in two steps, for any number of heads; the panels are the caller's scratch.
+  void (*unpack_keys)(const KvLayout &layout, const uint8_t *block, KeyPanel &panel);
+  void (*panel_logits)(const KvLayout &layout, const KeyPanel &panel, HeadSpan span, const float *q,
+                       float *out);
+  void (*unpack_values)(const KvLayout &layout, const uint8_t *block, const float *v_ref, ValuePanel &panel);
+  void (*panel_values)(const KvLayout &layout, const ValuePanel &panel, HeadSpan span, const float *p,
+                       float *acc);
   // The same on `count` consecutive ring rows.
   void (*ring_logits)(const KvLayout &layout, const void *rows, int count, HeadSpan span, const float *q,
                       float *out);
