@@ -54,7 +54,7 @@ def lower(model: ir.Model, stored: Mapping[str, StoredTensor], dtype: str = "fp1
     _refuse_unsupported(graph)
     weights = WeightInputs(graph, stored, DTYPES[dtype])
     for parameter in _parameters(graph, stored):
-        weights.replace(parameter, exact=_wants_float(parameter))
+        weights.replace(parameter, exact=_wants_float(parameter) or _kept_exact(parameter, stored))
     _plugin_arity(graph)
     graph.sort()
     ActivationType(graph, DTYPES[dtype]).run()
@@ -77,6 +77,12 @@ def _wants_float(parameter: ir.Value) -> bool:
         and MOEC_INPUTS.get(use.node.op_type, ())[use.idx : use.idx + 1] == ("float",)
         for use in uses
     )
+
+
+def _kept_exact(parameter: ir.Value, stored: Mapping[str, StoredTensor]) -> bool:
+    """True for a matrix that is stored in float32: a router or a gate that stayed in standard operators."""
+    tensor = stored.get(parameter.name)
+    return tensor is not None and tensor.dtype == "F32" and len(tensor.shape) == 2
 
 
 def _refuse_unsupported(graph: ir.Graph) -> None:

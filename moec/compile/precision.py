@@ -3,7 +3,7 @@
 A value is an activation if it depends on a weight; positions and rotary angles do not, and stay float32 (an
 angle in fp16 is wrong from position 2048 on). A node with an activation among its inputs computes in the
 activation type, and its other float inputs are cast; reductions and powers of activations, which overflow
-fp16, compute in float32 until they meet an activation again.
+fp16, and products with a float32 matrix (routers) compute in float32 until they meet an activation again.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class ActivationType:
         node.outputs[0].type = ir.TensorType(target)
 
     def _standard(self, node: ir.Node) -> None:
-        inside = ir.DataType.FLOAT if node.op_type in _FLOAT32_OPS else self.dtype
+        exact = node.op_type == "MatMul" and node.inputs[1].dtype == ir.DataType.FLOAT
+        inside = ir.DataType.FLOAT if exact or node.op_type in _FLOAT32_OPS else self.dtype
         for index, value in enumerate(node.inputs):
             if value is not None and value.dtype in (self.dtype, ir.DataType.FLOAT):
                 self._want(node, index, inside)

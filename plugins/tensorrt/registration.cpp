@@ -2,6 +2,7 @@
 #include "asym_kv_attention_plugin.h"
 #include "experts_plugin.h"
 #include "pipelined_moe_plugin.h"
+#include "quantized_linear_plugin.h"
 
 #define MOEC_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -20,8 +21,9 @@ MOEC_EXPORT moec::trt::IPluginCreatorInterface *const *getCreators(int32_t &coun
   static moec::trt::Creator<moec::trt::AsymKVAttentionOp> attention;
   static moec::trt::Creator<moec::trt::PipelinedMoEOp> moe;
   static moec::trt::Creator<moec::trt::ExpertsOp> experts;
-  static moec::trt::IPluginCreatorInterface *creators[] = {&attention, &moe, &experts};
-  count = 3;
+  static moec::trt::Creator<moec::trt::QuantizedLinearOp> linear;
+  static moec::trt::IPluginCreatorInterface *creators[] = {&attention, &moe, &experts, &linear};
+  count = 4;
   return creators;
 }
 
