@@ -189,7 +189,7 @@ class _Build:
         sources = [{"name": t.name, "xxh64": xxhash.xxh64_hexdigest(t.read_bytes())} for t in texts]
         data = safetensors.numpy.save(
             {name: np.ascontiguousarray(value) for name, value in sorted(tensors.items())},
-            {"format": "moec", "texts": json.dumps(sources)},
+            {"texts": json.dumps(sources)},  # one key: the library writes several in random order
         )
         write_bytes(self.writer.folder / CALIBRATION, data)
 
