@@ -14,6 +14,7 @@ from moec.bundle.geometry import Geometry, MoELayer
 from moec.bundle.writer import writing
 from moec.checkpoint import Checkpoint
 from moec.errors import MoecError
+from moec.pack.quantizers import quantizer
 from moec.reference.experts import BlobLayout, ExpertWeights, pack_expert
 from moec.reference.store import StoreHeader, StoreLayer
 
@@ -95,7 +96,7 @@ def _write_layer(
 
 def _pack(layout: BlobLayout, layer: MoELayer, checkpoint: Checkpoint, expert: int) -> np.ndarray:
     try:
-        return pack_expert(layout, read_expert(checkpoint, layer, expert))
+        return pack_expert(layout, read_expert(checkpoint, layer, expert), quantizer("int4"))
     except MoecError as error:
         where = f"layer {layer.layer}, expert {expert}"
         raise MoecError(error.what, where=where, hint=error.hint) from None
