@@ -1,5 +1,7 @@
 """The CPU attention operator against the NumPy reference: state bit-identical, outputs to fp32 rounding."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -153,22 +155,49 @@ def test_magnitudes_pack_to_the_same_bits(rng, scale):
     both.call([0], [400], edit=edit, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("format", ["mkv2", "mkv2_lean", "fp16", "fp32"])
-def test_results_do_not_depend_on_chunks_or_neighbours(rng, format):
-    case = AttentionCase(KVLayout(format, 2, 64, 64, 300), 6, rng, batch=3)
+CHUNKED = [  # format, query heads, kv heads, k_dim, v_dim, window
+    ("mkv2", 6, 2, 64, 64, 0),
+    ("mkv2", 1, 1, 80, 48, 0),
+    ("mkv2_lean", 11, 1, 96, 128, 0),
+    ("mkv2", 2, 2, 20, 36, 0),
+    ("k4v2", 4, 2, 128, 64, 0),
+    ("mkv2", 6, 2, 64, 64, 40),
+    ("fp16", 6, 2, 64, 64, 0),
+    ("fp32", 7, 1, 36, 20, 0),
+]
+
+
+@pytest.mark.parametrize(("format", "heads", "kv_heads", "k_dim", "v_dim", "window"), CHUNKED)
+def test_results_do_not_depend_on_chunks_or_neighbours(rng, format, heads, kv_heads, k_dim, v_dim, window):
+    layout = KVLayout(format, kv_heads, k_dim, v_dim, 300, window=window)
+    case = AttentionCase(layout, heads, rng, batch=3)
     op = CpuOp("AsymKVAttention", **case.attributes)
     tokens = case.tokens(3, 230)
     together, alone = case.state(), case.state()
     together.ring[:] = alone.ring[:] = 0
     together.blocks[:] = alone.blocks[:] = 0
     whole = op(in_place=True, **case.inputs(tokens, together, [2, 0, 1], [230, 17, 230]))[0].copy()
-    for start, end in ((0, 1), (1, 63), (63, 64), (64, 150), (150, 151), (151, 230)):
+    cuts = [0, 1, *sorted(rng.choice(np.arange(2, 230), 8, replace=False).tolist()), 230]
+    print("cuts", cuts)
+    for start, end in itertools.pairwise(cuts):
         part = {name: array[:1, start:end] for name, array in tokens.items()}
         case.lengths[:] = start
         out = op(in_place=True, **case.inputs(part, alone, [2], [end - start]))[0]
         np.testing.assert_array_equal(out[0], whole[0, start:end])
     np.testing.assert_array_equal(alone.blocks[-1], together.blocks[-1])
     np.testing.assert_array_equal(alone.ring[2], together.ring[2])
+
+
+def test_decode_has_the_bits_of_prefill(rng):
+    case = AttentionCase(KVLayout("mkv2", 3, 64, 64, 300), 9, rng)
+    op, tokens = CpuOp("AsymKVAttention", **case.attributes), case.tokens(1, 300)
+    state, single = case.state(), case.state()
+    whole = op(in_place=True, **case.inputs(tokens, state, [0], [300]))[0].copy()
+    for i in range(300):
+        case.lengths[0] = i
+        part = {name: array[:, i : i + 1] for name, array in tokens.items()}
+        out = op(in_place=True, **case.inputs(part, single, [0], [1]))[0]
+        np.testing.assert_array_equal(out[0, 0], whole[0, i])
 
 
 def test_separate_buffers_give_the_same_as_in_place(rng):
