@@ -110,9 +110,9 @@ def _libraries() -> Iterator[Finding]:
     from moec.errors import MoecError
 
     try:
-        from moec.native import cpu_library
+        from moec.native import cpu_isa, cpu_library
 
-        yield Finding("libmoec_cpu", str(cpu_library()))
+        yield Finding("libmoec_cpu", f"{cpu_library()} ({cpu_isa()} kernels)")
     except (ImportError, MoecError) as error:
         first = " ".join(str(error).split())
         yield Finding("libmoec_cpu", None, f"pip install . builds it ({first})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 import types
@@ -60,6 +61,9 @@ def run(
         raise click.UsageError("--raw and -i exclude each other: a conversation needs the chat template.")
     from moec.runtime import load
 
+    for stream in (sys.stdin, sys.stdout):  # characters that the terminal or the file cannot have
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     session = load(bundle, device, threads=threads)
     if interactive:
         return _converse(session, options)
@@ -70,10 +74,12 @@ def run(
 def _answer(start: Callable[[], Generation]) -> tuple[str, int]:
     """Streams one answer and its statistics; returns its text and the exit code, 130 if Ctrl-C stopped it."""
     generation = start()
-    with _stopped_by_ctrl_c(generation):
-        for piece in generation:
-            print(piece, end="", flush=True)
-    print(flush=True)
+    try:
+        with _stopped_by_ctrl_c(generation):
+            for piece in generation:
+                print(piece, end="", flush=True)
+    finally:  # also before the message of an error
+        print(flush=True)
     print(_last_line(generation), file=sys.stderr)
     return generation.text, 130 if generation.stop_reason == "cancelled" else 0
 

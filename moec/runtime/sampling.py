@@ -103,8 +103,10 @@ class Sampler:
         return int(tokens[min(drawn, len(tokens) - 1)])
 
     def _penalised(self, logits: np.ndarray) -> np.ndarray:
-        scores = logits.astype(np.float64)
         penalty = self.params.repetition_penalty
+        if penalty == 1.0 and self.params.temperature == 0:
+            return logits  # greedy: nothing to compute
+        scores = logits.astype(np.float64)
         if penalty != 1.0 and self._seen:
             seen = np.fromiter(self._seen, dtype=np.int64, count=len(self._seen))
             values = scores[seen]

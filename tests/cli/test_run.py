@@ -9,7 +9,12 @@ import time
 
 import pytest
 
+from moec.cli.main import execute
+from moec.runtime.session import Session
+from moec.runtime.tokenizer import Tokenizer
 from tests.helpers.bundles import tiny_bundle
+from tests.helpers.tiny import VOCAB, tiny_tokenizer
+from tests.helpers.toy_model import ToyBackend
 
 LAST_LINE = re.compile(
     r"prompt \d+ tokens( \(\d+ cached\))? in [\d.]+ s \| generated (?P<count>\d+) tokens, [\d.]+ tokens/s, "
@@ -82,22 +87,52 @@ def test_conversation_keeps_its_cache(bundle):
     assert "cached" in lines[1]
 
 
-def test_ctrl_c_stops_cleanly(bundle):
+@pytest.fixture
+def interrupted(monkeypatch, tmp_path):
+    """Runs `moec run` over a toy device that gets `count` Ctrl-C in its fifth step; returns the exit code."""
+    tiny_tokenizer().save_pretrained(tmp_path)
+
+    def run_with(count):
+        backend = ToyBackend(1, 100_000, VOCAB, seed=0)
+        step = backend.step
+
+        def step_with_signals(*arguments):
+            for _ in range(count if len(backend.calls) == 4 else 0):
+                os.kill(os.getpid(), signal.SIGINT)
+            return step(*arguments)
+
+        backend.step = step_with_signals
+        session = Session(backend, Tokenizer.from_folder(tmp_path))
+        monkeypatch.setattr("moec.runtime.load", lambda *_args, **_options: session)
+        return execute(["run", "bundle", "--raw", "--prompt", "a", "-n", "90000", "-t", "1"])
+
+    return run_with
+
+
+def test_ctrl_c_stops_cleanly(interrupted, capsys):
     """The first Ctrl-C ends the answer with its statistics and exit code 130."""
-    command = [*COMMAND, bundle, "--raw", "--prompt", "a", "-n", "100000", "-t", "1", "--threads", "1"]
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-    assert process.stdout.read(1)  # generating
+    handler = signal.getsignal(signal.SIGINT)
+    assert interrupted(1) == 130
+    (line,) = capsys.readouterr().err.splitlines()
+    assert LAST_LINE.match(line)["count"] == "5"
+    assert line.endswith("stopped by Ctrl-C")
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_second_ctrl_c_interrupts(interrupted, capsys):
+    assert interrupted(2) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_ctrl_c_in_a_process(bundle):
+    """While the bundle loads or after the answer it is one word, never a traceback."""
+    command = [*COMMAND, bundle, "-i", "--threads", "1"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, **pipes)
+    assert "Ask away" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=30)
-    if process.returncode == 0:
-        pytest.skip("the model ended its answer before the signal came")
-    assert process.returncode == 130
-    assert "Traceback" not in error
-    assert error.rstrip().endswith("stopped by Ctrl-C")
-    assert LAST_LINE.match(error.splitlines()[-1])
+    assert (process.returncode, error.strip()) == (130, "interrupted")
 
 
 def test_reader_that_goes_away(bundle):

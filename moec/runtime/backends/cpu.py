@@ -39,6 +39,16 @@ class _Bound:
     num_tokens: np.ndarray
     logits: np.ndarray
 
+    def fill(
+        self, input_ids: np.ndarray, slot_ids: Sequence[int], num_tokens: Sequence[int], free: Sequence[int]
+    ) -> None:
+        """Sets the step inputs; what this binding has beyond them becomes padding and an idle row."""
+        rows, positions = np.shape(input_ids)
+        self.input_ids.fill(0)
+        self.input_ids[:rows, :positions] = input_ids
+        self.slot_ids[:rows], self.num_tokens[:rows] = slot_ids, num_tokens
+        self.slot_ids[rows:], self.num_tokens[rows:] = free[: len(self.slot_ids) - rows], 0
+
 
 class CpuBackend:
     """A loaded graph with its state.
@@ -125,9 +135,9 @@ class CpuBackend:
     ) -> np.ndarray:
         rows, positions = np.shape(input_ids)
         self._check_room(slot_ids, num_tokens)
-        ids, slots, counts = pad_even(input_ids, slot_ids, num_tokens, self.batch)
-        bound = self._bind(session, *ids.shape)
-        bound.input_ids[:], bound.slot_ids[:], bound.num_tokens[:] = ids, slots, counts
+        free = [slot for slot in range(self.batch) if slot not in slot_ids]
+        bound = self._bind(session, *even_shape(rows, positions, len(free)))
+        bound.fill(input_ids, slot_ids, num_tokens, free)
         try:
             session.run_with_iobinding(bound.binding)
         except Exception as error:  # ONNX Runtime has no common base class
@@ -205,22 +215,16 @@ class CpuBackend:
         return _Bound(binding, *arrays.values(), logits)
 
 
-def pad_even(
-    input_ids: np.ndarray, slot_ids: Sequence[int], num_tokens: Sequence[int], batch: int
-) -> tuple[np.ndarray, list[int], list[int]]:
-    """Makes rows times positions even, the cheaper way: an idle row, or a padding token in each row.
+def even_shape(rows: int, positions: int, free_slots: int) -> tuple[int, int]:
+    """(rows, positions) with an even product, the cheaper way: an idle row, or a padding token in each row.
 
     The idle row needs a slot that no other row of the run uses.
     """
-    ids = np.asarray(input_ids, np.int32)
-    slots, counts = list(slot_ids), list(num_tokens)
-    rows, positions = ids.shape
     if rows * positions % 2 == 0:
-        return ids, slots, counts
-    free = next((slot for slot in range(batch) if slot not in slots), None)
-    if free is not None and positions <= rows:
-        return np.pad(ids, ((0, 1), (0, 0))), [*slots, free], [*counts, 0]
-    return np.pad(ids, ((0, 0), (0, 1))), slots, counts
+        return rows, positions
+    if free_slots and positions <= rows:
+        return rows + 1, positions
+    return rows, positions + 1
 
 
 def _matching(constants: Mapping[str, np.ndarray], entry: ort.NodeArg, path: Path) -> np.ndarray:
