@@ -2,8 +2,8 @@
 
 A Hugging Face Qwen2-MoE folder made of SmolLM2-135M-Instruct: every FFN becomes a shared expert of 1024
 neurons and 8 routed experts of 64, 4 of them chosen. Neuron groups and routers come from routers.npz
-(train_router.py), and so does a factor for every neuron; all else is the dense model's. The same inputs give the
-same bytes.
+(train_router.py), and so does a factor for every neuron; all else is the dense model's. The same inputs give
+the same bytes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
 """Train the sample's routers and write routers.npz (committed): `python -m samples.smolmoe.train_router`.
 
-1. Layer by layer: routers and shared-expert gates minimise the distance to the dense FFN on the dense model's
-   own text. With Y_e the output of group e, the error sum_e (g_e - 1) Y_e has the squared norm
-   (g-1)' G (g-1), so one 9x9 Gram matrix a token is all that training needs.
-2. End to end: the same parameters minimise the divergence from the dense model's next-token distribution.
+1. Layer by layer: routers and shared-expert gates minimise the distance to the dense FFN on text of the dense
+   model. With Y_e the output of group e, the error sum_e (g_e - 1) Y_e has the squared norm (g-1)' G (g-1),
+   so one 9x9 Gram matrix a token is all that training needs.
+2. End to end: these and a factor for every neuron minimise the divergence from the dense model's next-token
+   distribution.
 
-Seeds are fixed. It takes about 15 minutes on one core; nothing but default.txt is read.
+Both stages keep the chosen weights apart (SPREAD): near 1/4 they would hide mistakes in the softmax.
+The text is default.txt and what the model writes after random tokens: the first layers see words rather than
+text, and need many of them. Seeds are fixed. It takes about 20 minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -24,14 +27,16 @@ from samples.smolmoe.split import SHARED, TOP_K, activations, assign_neurons
 HERE = Path(__file__).parent
 TEXT = HERE.parents[1] / "moec" / "calibrate" / "default.txt"
 WINDOW, SEED = 256, 7
-LAYER_STEPS, LAYER_BATCH, LAYER_RATE = 1200, 2048, 2e-3
+FREE_TEXTS = 96
+SPREAD, SPREAD_WEIGHT = 0.23, 4.0  # standard deviation of the chosen weights relative to their mean
+LAYER_STEPS, LAYER_BATCH, LAYER_RATE = 800, 2048, 2e-3
 MODEL_BATCH, MODEL_RATE, BALANCE = 2, 2e-3, 0.01
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=HERE / "routers.npz")
-    parser.add_argument("--epochs", type=int, default=2, help="passes of the end-to-end stage")
+    parser.add_argument("--epochs", type=int, default=1, help="passes of the end-to-end stage")
     parser.add_argument("--start", type=Path, help="an earlier output: leave out the first stage")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
@@ -40,11 +45,23 @@ def main() -> None:
     model = load_model(dense).requires_grad_(False)
     ids = build_tokenizer(dense).encode(TEXT.read_text()).ids
     windows = torch.tensor(ids[: len(ids) // WINDOW * WINDOW]).view(-1, WINDOW)
+    windows = torch.cat([windows, free_text(model)])
     routers = Routers.load(options.start) if options.start else train_layers(model, windows)
     routers.save(options.output)
     if options.epochs:
         train_model(model, routers, windows, options.epochs)
         routers.save(options.output)
+
+
+@torch.no_grad()
+def free_text(model: torch.nn.Module) -> torch.Tensor:
+    """What the model writes after a random token at temperature 1, [FREE_TEXTS,WINDOW]."""
+    torch.manual_seed(SEED)
+    starts = torch.randint(model.config.vocab_size, (FREE_TEXTS, 1))
+    settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "eos_token_id": None}
+    return model.generate(
+        starts, attention_mask=torch.ones_like(starts), max_new_tokens=WINDOW - 1, pad_token_id=0, **settings
+    )
 
 
 def train_layers(model: torch.nn.Module, windows: torch.Tensor) -> Routers:
@@ -89,9 +106,9 @@ def train_layer(hidden, gate, up, down, seed):
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, LAYER_STEPS)
     for _ in range(LAYER_STEPS):
         rows = torch.randint(0, train, (LAYER_BATCH,))
-        hard, soft, _ = _losses(hidden[rows], gram[rows], router, shared)
+        hard, soft, factors = _losses(hidden[rows], gram[rows], router, shared)
         optimizer.zero_grad()
-        (hard + 0.3 * soft).backward()
+        (hard + 0.3 * soft + _too_even(factors)).backward()
         optimizer.step()
         schedule.step()
     with torch.no_grad():
@@ -99,7 +116,7 @@ def train_layer(hidden, gate, up, down, seed):
         chosen = factors[:, :SHARED]
         report = {
             "error": hard.item(),
-            "weight std": chosen[chosen > 0].std().item() / TOP_K,
+            "weight std": chosen[chosen > 0].std().item(),
             "least used": (chosen > 0).float().mean(0).min().item(),
         }
     return groups, router.detach(), shared.detach(), report
@@ -132,6 +149,12 @@ def _losses(hidden, gram, router, shared):
     return _error(hard, gram), _error(soft, gram), hard
 
 
+def _too_even(factors: torch.Tensor) -> torch.Tensor:
+    """Penalty for chosen weights closer together than SPREAD; factors [..,E+1]."""
+    weights = factors[..., :SHARED]
+    return SPREAD_WEIGHT * (SPREAD - weights[weights > 0].std()).clamp(min=0).square()
+
+
 def _error(factors: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
     missing = (factors - 1)[:, None]
     return (missing @ gram @ missing.transpose(1, 2)).mean()
@@ -146,12 +169,12 @@ def train_model(model: torch.nn.Module, routers: Routers, windows: torch.Tensor,
     order = torch.cat([torch.randperm(len(windows)) for _ in range(epochs)]).split(MODEL_BATCH)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(order))
     for step, rows in enumerate(order, 1):
-        loss, balance = _divergence(model, routers, windows[rows], targets[rows])
+        terms = _divergence(model, routers, windows[rows], targets[rows])
         optimizer.zero_grad()
-        (loss + BALANCE * balance).backward()
+        sum(terms.values()).backward()
         optimizer.step()
         schedule.step()
-        numbers = f"divergence {loss.item():.4f}, balance {balance.item():.3f}"
+        numbers = ", ".join(f"{name} {value.item():.4f}" for name, value in terms.items())
         print(f"step {step} of {len(order)}: {numbers}", flush=True)
     for parameter in parameters:
         parameter.requires_grad_(False)
@@ -163,13 +186,15 @@ def _final_hidden(model: torch.nn.Module, windows: torch.Tensor) -> torch.Tensor
     return torch.cat([model.model(chunk).last_hidden_state for chunk in windows.split(8)])
 
 
-def _divergence(model, routers, batch, target):
-    """KL(dense || routed) a token, and the mean load-balancing term of Switch (1 is even)."""
+def _divergence(model, routers, batch, target) -> dict[str, torch.Tensor]:
+    """Terms of the loss: KL(dense || routed) a token, uneven load of experts, weights too close together."""
     expected = log_softmax(model.lm_head(target), -1)
     with RoutedMLP.installed(model, routers) as layers:
         got = log_softmax(model(batch).logits, -1)
-        balance = torch.stack([layer.balance for layer in layers]).mean()
-    return kl_div(got, expected, log_target=True, reduction="sum") / batch.numel(), balance
+        balance = torch.stack([layer.balance - 1 for layer in layers]).mean()
+        even = torch.stack([_too_even(layer.factors) for layer in layers]).mean()
+    divergence = kl_div(got, expected, log_target=True, reduction="sum") / batch.numel()
+    return {"divergence": divergence, "balance": BALANCE * balance, "spread": even}
 
 
 if __name__ == "__main__":
