@@ -8,25 +8,35 @@ import subprocess
 import sys
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 
 from moec.dialect.operators import OPS
 from moec.native import cpu_library
-from tests.helpers.single_op import single_op_model, stock_session
+from tests.helpers.single_op import single_op_model
+
+
+def cpu_session(model: onnx.ModelProto, threads: int) -> ort.InferenceSession:
+    """A CPU session with our operators, as the runtime makes it."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3
+    options.register_custom_ops_library(str(cpu_library()))
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 class CpuOp:
     """Calls an operator like its reference; with `in_place=True` the state arrays themselves are updated."""
 
-    def __init__(self, op: str, **attributes: object) -> None:
-        self.op, self.session = op, None
+    def __init__(self, op: str, threads: int = 1, **attributes: object) -> None:
+        self.op, self.threads, self.session = op, threads, None
         self.attributes = OPS[op].complete(attributes)
         self.state = {t.name: t.alias_of for t in OPS[op].outputs if t.alias_of}
 
     def __call__(self, *, in_place: bool = False, **inputs: np.ndarray) -> list[np.ndarray]:
         if self.session is None:
             model = single_op_model(self.op, inputs, self.attributes)
-            self.session = stock_session(model, (str(cpu_library()),))
+            self.session = cpu_session(model, self.threads)
         if not in_place:
             return self.session.run(None, inputs)
         return self._bound(inputs)

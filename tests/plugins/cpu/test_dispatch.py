@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from moec.native import cpu_isa, cpu_library, xxh64
-from tests.helpers.cpu_op import run_with_isa
+from moec.reference.kv_cache import KVLayout
+from tests.helpers.cpu_attention import AttentionCase
+from tests.helpers.cpu_moe import MoeCase
+from tests.helpers.cpu_op import CpuOp, run_with_isa
 
 CODE = """
 import json, numpy as np
@@ -53,6 +56,20 @@ def test_instruction_sets_agree(rng):
         np.testing.assert_allclose(other["outs"], results[0]["outs"], rtol=0, atol=3e-5)
 
 
+def test_threads_do_not_change_a_bit(rng):
+    case = AttentionCase(KVLayout("mkv2", 3, 64, 64, 300), 9, rng, batch=2)
+    tokens, state = case.tokens(2, 200), case.state()
+    moe = MoeCase(rng, 320, 160, extra=dict(compute="int8"))
+    hidden, results = moe.tokens(40), []
+    for threads in (1, 2, 3):
+        attention = CpuOp("AsymKVAttention", threads, **case.attributes)
+        results.append(attention(**case.inputs(tokens, state, [1, 0], [200, 150])))
+        results[-1] += CpuOp("PipelinedMoE", threads, **moe.attributes)(**moe.pipelined(hidden, [40]))[:1]
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
+
+
 def test_the_best_one_is_the_default():
     assert cpu_isa() in supported()
 
@@ -64,9 +81,6 @@ def test_unknown_instruction_set_is_an_error():
 
 def one_step() -> dict:
     """The error of a session in this process, for the test above."""
-    from tests.helpers.cpu_moe import MoeCase
-    from tests.helpers.cpu_op import CpuOp
-
     case = MoeCase(np.random.default_rng(0))
     try:
         CpuOp("PipelinedMoE", **case.attributes)(**case.pipelined(case.tokens(1), [1]))
