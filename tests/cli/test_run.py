@@ -121,7 +121,7 @@ def test_ctrl_c_stops_cleanly(interrupted, capsys):
 
 def test_second_ctrl_c_interrupts(interrupted, capsys):
     assert interrupted(2) == 130
-    assert capsys.readouterr().err == "interrupted\n"
+    assert capsys.readouterr().err.strip() == "interrupted"
 
 
 def test_ctrl_c_in_a_process(bundle):
