@@ -71,10 +71,14 @@ public:
     check_numbers(rows, v, "v");
 
     const int64_t out_shape[] = {q.shape[0], q.shape[1], q.shape[2] * v.shape[3]};
-    auto *out = static_cast<float *>(call.output(0, out_shape, 3));
-    auto *blocks_out = static_cast<uint8_t *>(call.state_output(1, blocks));
-    auto *ring_out = static_cast<char *>(call.state_output(2, ring));
-    run(call, params, rows, q, k, v, blocks_out, ring_out, out);
+    Memory memory{q.as<float>(), k.as<float>(), v.as<float>(), nullptr, nullptr, {}, nullptr, nullptr};
+    memory.calibration = {call.data<float>(kKMean), call.data<float>(kKRef), call.data<int32_t>(kKOrder),
+                          call.data<float>(kVRef)};
+    memory.sink_logits = call.data<float>(kSinkLogits);
+    memory.out = static_cast<float *>(call.output(0, out_shape, 3));
+    memory.blocks = static_cast<uint8_t *>(call.state_output(1, blocks));
+    memory.ring = static_cast<char *>(call.state_output(2, ring));
+    run(call, params, rows, q.shape[1], memory);
   }
 
 private:
@@ -152,45 +156,54 @@ private:
       }
   }
 
-  static HeadState head_state(const Call &call, const AttentionParams &p, const Row &row, int64_t head,
-                              uint8_t *blocks, char *ring) {
+  // The op's tensors as one call sees them.
+  struct Memory {
+    const float *q, *k, *v;
+    uint8_t *blocks;
+    char *ring;
+    HeadCalibration calibration;
+    const float *sink_logits;
+    float *out;
+  };
+
+  static HeadState head_state(const AttentionParams &p, const Memory &m, int slot, int64_t head) {
     const KvLayout &l = p.layout;
-    const int64_t at = row.slot * p.kv_heads + head;
+    const int64_t at = slot * static_cast<int64_t>(p.kv_heads) + head;
     HeadState s{};
-    s.blocks = l.quantized ? blocks + at * l.num_blocks * l.block_bytes : nullptr;
-    s.ring = ring + at * l.ring_rows() * l.row_bytes();
-    s.calibration = {call.data<float>(kKMean) + head * l.k_dim, call.data<float>(kKRef) + head * l.k_dim,
-                     call.data<int32_t>(kKOrder) + head * l.k_dim,
-                     call.data<float>(kVRef) + head * l.num_v_groups};
-    s.sink_logits = call.data<float>(kSinkLogits) + head * (p.query_heads / p.kv_heads);
+    s.blocks = l.quantized ? m.blocks + at * l.num_blocks * l.block_bytes : nullptr;
+    s.ring = m.ring + at * l.ring_rows() * l.row_bytes();
+    s.calibration = {m.calibration.k_mean + head * l.k_dim, m.calibration.k_ref + head * l.k_dim,
+                     m.calibration.k_order + head * l.k_dim, m.calibration.v_ref + head * l.num_v_groups};
+    s.sink_logits = m.sink_logits + head * (p.query_heads / p.kv_heads);
     return s;
   }
 
-  static void run(const Call &call, const AttentionParams &p, const std::vector<Row> &rows, const Tensor &q,
-                  const Tensor &k, const Tensor &v, uint8_t *blocks, char *ring, float *out) {
-    const int64_t S = q.shape[1], group = p.query_heads / p.kv_heads;
-    const int64_t dk = p.layout.k_dim, dv = p.layout.v_dim;
-    call.parallel(rows.size() * p.kv_heads, [&](size_t task) {
-      const int64_t r = static_cast<int64_t>(task) / p.kv_heads,
-                    head = static_cast<int64_t>(task) % p.kv_heads;
-      const Row &row = rows[r];
-      const HeadState state = head_state(call, p, row, head, blocks, ring);
-      const int64_t q_at = (r * S * p.query_heads + head * group) * dk,
-                    out_at = (r * S * p.query_heads + head * group) * dv;
-      const int64_t kv_at = r * S * p.kv_heads + head;
-      HeadTokens t{row.length,
-                   row.tokens,
-                   q.as<float>() + q_at,
-                   k.as<float>() + kv_at * dk,
-                   v.as<float>() + kv_at * dv,
-                   out + out_at,
-                   p.query_heads * dk,
-                   p.kv_heads * dk,
-                   p.kv_heads * dv,
-                   p.query_heads * dv};
-      run_tokens(p, state, t);
-      for (int64_t i = row.tokens; i < S; ++i)
-        std::fill_n(t.out + i * t.out_stride, group * dv, 0.0f);
+  // Tokens of one row and KV head; `row_start` is the index of the row's first token in [b*S].
+  static HeadTokens head_tokens(const AttentionParams &p, const Memory &m, const Row &row, int64_t row_start,
+                                int64_t head) {
+    const int64_t Hq = p.query_heads, Hkv = p.kv_heads, dk = p.layout.k_dim, dv = p.layout.v_dim;
+    const int64_t first_q = row_start * Hq + head * (Hq / Hkv), first_kv = row_start * Hkv + head;
+    return {row.length,
+            row.tokens,
+            m.q + first_q * dk,
+            m.k + first_kv * dk,
+            m.v + first_kv * dv,
+            m.out + first_q * dv,
+            Hq * dk,
+            Hkv * dk,
+            Hkv * dv,
+            Hq * dv};
+  }
+
+  static void run(const Call &call, const AttentionParams &p, const std::vector<Row> &rows, int64_t width,
+                  const Memory &m) {
+    const int64_t heads = p.kv_heads, values = p.query_heads / heads * p.layout.v_dim;
+    call.parallel(rows.size() * static_cast<size_t>(heads), [&](size_t task) {
+      const int64_t r = static_cast<int64_t>(task) / heads, head = static_cast<int64_t>(task) % heads;
+      const HeadTokens tokens = head_tokens(p, m, rows[r], r * width, head);
+      run_tokens(p, head_state(p, m, rows[r].slot, head), tokens);
+      for (int64_t i = rows[r].tokens; i < width; ++i)
+        std::fill_n(tokens.out + i * tokens.out_stride, values, 0.0f);
     });
   }
 

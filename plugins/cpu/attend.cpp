@@ -70,6 +70,16 @@ private:
   std::vector<char> rows_;
 };
 
+struct Scratch {
+  std::vector<View> views;
+  std::vector<float> q, logits, acc, sums;
+};
+
+Scratch &thread_scratch() {
+  thread_local Scratch scratch;
+  return scratch;
+}
+
 // A few consecutive tokens and their query heads; head index = token * group + query head.
 class Tile {
 public:
@@ -243,8 +253,11 @@ private:
   const RecentRows &recent_;
   const int group_;
   int64_t stride_ = 0;
-  std::vector<View> views_;
-  std::vector<float> q_, logits_, acc_, sums_;
+  // Kept by each thread: a decode step makes many tiles.
+  Scratch &scratch_ = thread_scratch();
+  std::vector<View> &views_ = scratch_.views;
+  std::vector<float> &q_ = scratch_.q, &logits_ = scratch_.logits, &acc_ = scratch_.acc,
+                     &sums_ = scratch_.sums;
 };
 
 // Writes a token's row and, where that completes one, its block.
