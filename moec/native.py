@@ -54,8 +54,15 @@ def _cpu() -> ctypes.CDLL:
 
 
 def cpu_isa() -> str:
-    """Kernels in use: portable, avx2 or avx512 ($MOEC_CPU_ISA forces one)."""
-    return _cpu().moec_cpu_isa().decode()
+    """Kernels in use: portable, avx2 or avx512 ($MOEC_CPU_ISA forces one).
+
+    Raises:
+        MoecError: $MOEC_CPU_ISA names one that does not exist or that this CPU cannot run.
+    """
+    name = _cpu().moec_cpu_isa()
+    if name is None:
+        raise MoecError(f"this CPU cannot run MOEC_CPU_ISA={os.environ.get('MOEC_CPU_ISA')}")
+    return name.decode()
 
 
 def xxh64(data: np.ndarray) -> int:

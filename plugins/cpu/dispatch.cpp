@@ -44,6 +44,11 @@ const Kernels &kernels() {
 
 } // namespace moec
 
+// Null when MOEC_CPU_ISA names kernels that this CPU cannot run.
 extern "C" __attribute__((visibility("default"))) const char *moec_cpu_isa() {
-  return moec::kernels().name;
+  try {
+    return moec::kernels().name;
+  } catch (const moec::Error &) {
+    return nullptr;
+  }
 }

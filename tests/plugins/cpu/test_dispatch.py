@@ -79,6 +79,14 @@ def test_unknown_instruction_set_is_an_error():
     assert "MOEC_CPU_ISA=mmx" in run_with_isa("mmx", code)["error"]
 
 
+def test_asking_for_an_unknown_instruction_set_is_an_error():
+    code = (
+        "import json\nfrom moec.native import cpu_isa\ntry:\n    cpu_isa()\n"
+        "except Exception as error:\n    print(json.dumps(dict(error=str(error))))"
+    )
+    assert "MOEC_CPU_ISA=mmx" in run_with_isa("mmx", code)["error"]
+
+
 def one_step() -> dict:
     """The error of a session in this process, for the test above."""
     case = MoeCase(np.random.default_rng(0))
