@@ -56,17 +56,27 @@ class MoeParams(ctypes.Structure):
     ]
 
 
+class LinearParams(ctypes.Structure):
+    _fields_ = [
+        *_fields(I64, "rows"),
+        *_fields(I32, "columns outputs"),
+        *_fields(I64, "code_bytes"),
+        *_fields(I32, "bits group_size dtype"),
+        *_fields(PTR, "x codes scales out"),
+    ]
+
+
 def library(bug: int = 0, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     """The kernels, with planted bug number `bug` (0: none) and more compiler flags."""
     if bug:  # run once: not worth optimizing
         flags = (*flags, f"-DMOEC_PLANT_BUG={bug}", "-O1")
     lib = compile_simt(BINDING, flags)
-    lib.check_attention.restype = lib.check_moe.restype = ctypes.c_char_p
+    lib.check_attention.restype = lib.check_moe.restype = lib.check_linear.restype = ctypes.c_char_p
     lib.attention_workspace.restype = lib.params_bytes.restype = ctypes.c_size_t
     lib.run_activation.restype = F32
     lib.run_activation.argtypes = [PTR, F32, F32]
-    assert lib.params_bytes(0) == ctypes.sizeof(AttentionParams)
-    assert lib.params_bytes(1) == ctypes.sizeof(MoeParams)
+    for i, params in enumerate((AttentionParams, MoeParams, LinearParams)):
+        assert lib.params_bytes(i) == ctypes.sizeof(params)
     return lib
 
 
@@ -141,3 +151,21 @@ def moe_params(tensors: dict, attrs: dict, dtype: str, out: np.ndarray | None) -
     _fill(params, {**shapes, **attrs, **tensors, "dtype": dtype})
     params.out = pointer(out)
     return params
+
+
+def linear_params(
+    x: np.ndarray, codes: np.ndarray, scales: np.ndarray, bits: int, dtype: str
+) -> LinearParams:
+    """Params of a QuantizedLinear call without its output."""
+    params = LinearParams(rows=len(x), columns=x.shape[1], outputs=len(codes), group_size=64, bits=bits)
+    _fill(params, {"code_bytes": codes.shape[1], "dtype": dtype, "x": x, "codes": codes, "scales": scales})
+    return params
+
+
+def run_linear(lib, x, codes, scales, bits: int, dtype: str, schedule: int = 0) -> np.ndarray:
+    """x `[M,K]` of `dtype` times the transposed matrix: `[M,N]` of `dtype`."""
+    out = np.full((len(x), len(codes)), np.nan, x.dtype)
+    params = linear_params(x, codes, scales, bits, dtype)
+    params.out = pointer(out)
+    _call(lib.run_linear, params, schedule, 1)
+    return out

@@ -6,6 +6,7 @@
 #include "kernels/kv_plan.cpp"
 #include "kernels/moe.cu"
 #include "kernels/moe_plan.cpp"
+#include "kernels/quantized_linear.cu"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 using namespace moec::kernels;
@@ -60,6 +61,13 @@ EXPORT int run_moe(const MoeParams *p, int with_router, int schedule, uint64_t s
   });
 }
 
+EXPORT int run_linear(const LinearParams *p, int schedule, uint64_t seed, char *message, int size) {
+  return guarded(schedule, seed, 0, message, size, [&](void *) { return quantized_linear(*p, nullptr); });
+}
+
+EXPORT const char *check_linear(const LinearParams *p) {
+  return check(*p);
+}
 EXPORT const char *check_attention(const AttentionParams *p) {
   return check(*p);
 }
@@ -74,7 +82,9 @@ EXPORT int parse_format(const char *text) {
   return parse(text, &format) ? static_cast<int>(format) : -1;
 }
 EXPORT size_t params_bytes(int which) {
-  return which ? sizeof(MoeParams) : sizeof(AttentionParams);
+
+  const size_t bytes[] = {sizeof(AttentionParams), sizeof(MoeParams), sizeof(LinearParams)};
+  return bytes[which];
 }
 EXPORT int32_t read_error_flag() {
   const int32_t value = *default_error_flag();
