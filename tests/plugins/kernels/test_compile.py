@@ -11,7 +11,7 @@ from tests.helpers.simt import PLUGINS
 TARGETS = ("80", "86", "89", "90", "100", "120")
 KERNELS = (
     "prepare_rows", "flush_blocks", "append_rows", "prepare_queries", "attend_tiles", "join_splits",
-    "widen_hidden", "route_tokens", "expert_up", "expert_down",
+    "widen_hidden", "route_tokens", "expert_up", "expert_down", "linear_tile",
 )  # fmt: skip
 ENTRY = re.compile(r"Compiling entry function '(\S+)' for 'sm_(\d+)'")
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
