@@ -25,6 +25,7 @@ from moec.errors import MoecError
 
 # Names in the working directory, the same in every build: their lengths are part of the heap's layout.
 LOWERED, PLAN = "lowered.onnx", "engine.plan"
+_ADDR_NO_RANDOMIZE, _QUERY_PERSONALITY = 0x0040000, 0xFFFFFFFF
 # Share of the build after which each step of the top phase ends, as measured on graphs of 2 to 64 layers.
 _STEP_ENDS = (0.01, 0.01, 0.03, 0.03, 0.97, 1.0)
 # The same within "Building engine from subgraph".
@@ -97,10 +98,9 @@ def _fraction(name: str, done: int, steps: int) -> float:
     return 0.0
 
 
-def build(request: dict[str, Any], channel: Channel) -> dict[str, Any]:
+def build(adapter: Adapter, library: str, request: dict[str, Any], channel: Channel) -> dict[str, Any]:
     """Build one plan as the request says; returns what the parent cannot see from outside."""
-    start, library = time.perf_counter(), f"./{LIBRARY}"
-    adapter = Adapter(request["module"])
+    start = time.perf_counter()
     logger = make_logger(adapter.trt)
     builder = adapter.trt.Builder(logger)
     adapter.load_plugins(library)
@@ -145,23 +145,53 @@ def _alias_queries(library: str) -> int:
     return query()
 
 
+def fix_addresses() -> None:
+    """Start this process again without address randomisation, once.
+
+    TensorRT orders parts of a plan by heap addresses. Where a sandbox forbids the change nothing happens, and
+    a plan may differ from the next in the order of its parts.
+    """
+    libc = ctypes.CDLL(None)
+    current = libc.personality(_QUERY_PERSONALITY)
+    if current < 0 or current & _ADDR_NO_RANDOMIZE:
+        return
+    libc.personality(current | _ADDR_NO_RANDOMIZE)
+    if libc.personality(_QUERY_PERSONALITY) & _ADDR_NO_RANDOMIZE:
+        os.execv(sys.executable, sys.orig_argv)
+
+
 def main(arguments: list[str]) -> int:
+    fix_addresses()
     request = json.loads(Path(arguments[0]).read_text())
     channel = Channel(int(arguments[1]))
+    try:
+        adapter, library = Adapter(request["module"]), f"./{LIBRARY}"
+        ctypes.CDLL(library)
+    except MoecError as error:
+        channel.send(error=vars_of(error))
+        return 0
+    except OSError:
+        pass  # TensorRT says why, in its own words
     # A new thread has a malloc arena of its own, still empty: what the main thread's heap looks like (that
-    # depends on the lengths of paths and variables) does not order anything in the plan.
-    worker = threading.Thread(target=answer, args=(request, channel))
+    # depends on the lengths of paths and variables) does not order anything in the plan. Libraries are loaded
+    # before it starts, since the loader keeps their full paths.
+    worker = threading.Thread(target=answer, args=(adapter, library, request, channel))
     worker.start()
     worker.join()
     return 0
 
 
-def answer(request: dict[str, Any], channel: Channel) -> None:
+def answer(adapter: Adapter, library: str, request: dict[str, Any], channel: Channel) -> None:
     """Build, and send the result or the error."""
     try:
-        channel.send(result=build(request, channel))
+        channel.send(result=build(adapter, library, request, channel))
     except MoecError as error:
-        channel.send(error={"what": error.what, "where": error.where, "hint": error.hint})
+        channel.send(error=vars_of(error))
+
+
+def vars_of(error: MoecError) -> dict[str, str | None]:
+    """What the parent makes the same error of."""
+    return {"what": error.what, "where": error.where, "hint": error.hint}
 
 
 if __name__ == "__main__":
