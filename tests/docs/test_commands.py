@@ -1,0 +1,92 @@
+"""Every command and every Python block of the README and docs/ runs, document by document, in reading order.
+
+By default `samples/smolmoe/checkpoint` is a tiny random model; the slow test uses the sample itself. `make`
+commands are only resolved here (they would call this test): .ci/run runs them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import DOCUMENTS, REPO, Block, blocks
+from tests.helpers.sample import sample_checkpoint
+from tests.helpers.tiny import tiny_checkpoint
+
+SHELL = ("console", "sh")
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    folders = [str(Path(sys.executable).parent), str(folder / "bin"), os.environ["PATH"]]
+    python_path = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
+    changes = {"PATH": os.pathsep.join(folders), "PYTHONPATH": os.pathsep.join(python_path)}
+    return {**os.environ, **changes, "COLUMNS": "100"}
+
+
+def _run(command: list[str], folder: Path) -> None:
+    done = subprocess.run(
+        command, cwd=folder, env=_environment(folder), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{command[-1]}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+def _follow(block: Block, folder: Path) -> None:
+    if block.language == "python":
+        _run([sys.executable, "-c", block.text], folder)
+        return
+    for command in block.commands:
+        if command.split()[0] not in ("make", "git", "cd"):  # a clone and its targets: .ci/run
+            _run(["bash", "-c", command], folder)
+
+
+def _follow_all(checkpoint: Path, folder: Path) -> None:
+    (folder / "samples" / "smolmoe").mkdir(parents=True)
+    (folder / "samples" / "smolmoe" / "checkpoint").symlink_to(checkpoint)
+    (folder / "build").mkdir()
+    _moec_command(folder / "bin")
+    for block in blocks(*SHELL, "python"):
+        _follow(block, folder)
+
+
+def _moec_command(folder: Path) -> None:
+    """`moec` for an environment where it is not installed; an installed one comes first."""
+    folder.mkdir()
+    (folder / "moec").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m moec.cli.main "$@"\n')
+    (folder / "moec").chmod(0o755)
+
+
+def test_commands_run_on_a_tiny_model(tmp_path: Path) -> None:
+    _follow_all(tiny_checkpoint(tmp_path / "tiny"), tmp_path / "reader")
+
+
+@pytest.mark.slow
+def test_commands_run_on_the_sample(tmp_path: Path) -> None:
+    _follow_all(sample_checkpoint(), tmp_path)
+
+
+def _make_commands() -> list[str]:
+    commands = [command for block in blocks(*SHELL) for command in block.commands]
+    return sorted({command for command in commands if command.startswith("make ")})
+
+
+@pytest.mark.parametrize("command", _make_commands())
+def test_make_targets_exist(command: str) -> None:
+    done = subprocess.run([*command.split(), "-n"], cwd=REPO, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_readme_starts_with_the_two_commands() -> None:
+    first_screen = "\n".join((REPO / "README.md").read_text(encoding="utf-8").splitlines()[:25])
+    assert "$ make run" in first_screen
+    assert "$ make test" in first_screen
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_relative_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8")):
+        assert (document.parent / target).exists(), target
