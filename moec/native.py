@@ -16,11 +16,17 @@ _HINT = "reinstall moec, or: cmake -S plugins -B build/native -G Ninja && cmake 
 
 
 def find_library(name: str) -> Path | None:
-    """Path of `libNAME.so` in $MOEC_NATIVE_DIR or in `_native/` of the package, or None."""
-    folders = [Path(p) / "_native" for p in moec.__path__]
-    if override := os.environ.get("MOEC_NATIVE_DIR"):
-        folders.insert(0, Path(override))
-    return next((f / f"lib{name}.so" for f in folders if (f / f"lib{name}.so").is_file()), None)
+    """Path of `libNAME.so` in $MOEC_NATIVE_DIR or in `_native/` of the package, or None.
+
+    An editable installation has two such folders, of the installation and of the source tree: the newer
+    library is the one that was built last.
+    """
+    file = f"lib{name}.so"
+    override = os.environ.get("MOEC_NATIVE_DIR")
+    if override and (Path(override) / file).is_file():
+        return Path(override) / file
+    found = [path for folder in moec.__path__ if (path := Path(folder) / "_native" / file).is_file()]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def cpu_library() -> Path:
