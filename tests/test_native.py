@@ -28,11 +28,13 @@ def package(tmp_path, monkeypatch):
 
 def test_the_library_built_last_is_taken(package):
     library(package[0], age=100)
-    assert native.cpu_library() == library(package[1], age=0)
+    newest = library(package[1], age=0)
+    assert native.cpu_library() == newest
 
 
 def test_any_folder_of_the_package_will_do(package):
-    assert native.cpu_library() == library(package[1], age=0)
+    newest = library(package[1], age=0)
+    assert native.cpu_library() == newest
 
 
 def test_the_environment_comes_first(package, tmp_path, monkeypatch):
