@@ -6,8 +6,13 @@ import re
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
-from onnxscript import optimizer
+from onnxscript.optimizer._constant_folding import (
+    DEFAULT_CONSTANT_FOLD_INPUT_SIZE_LIMIT,
+    DEFAULT_CONSTANT_FOLD_OUTPUT_SIZE_LIMIT,
+    FoldConstantsPass,
+)
 from onnxscript.rewriter import pattern
+from onnxscript.rewriter.rules.common import _basic_rules, _collapse_slices, _no_op
 from onnxscript.rewriter.rules.fusion._rms_normalization import rms_normalization_ruleset
 from onnxscript.rewriter.rules.fusion._rotary_embedding import RotaryEmbedding23Fusion, _rotate_half_pattern
 
@@ -34,7 +39,7 @@ def simplify(model: ir.Model) -> None:
 
     Initializers without data are left alone, so parameters keep their names.
     """
-    optimizer.optimize_ir(model, onnx_shape_inference=True)
+    _fold(model)
     rms_normalization_ruleset.apply_to_model(model)
     rotary = [RotaryEmbedding23Fusion.rule(), RotaryWithCast.rule()]
     pattern.RewriteRuleSet(rotary).apply_to_model(model)
@@ -43,6 +48,22 @@ def simplify(model: ir.Model) -> None:
     _name_dimensions(model.graph)
     _strip_metadata(model)
     _name_last_hidden(model)
+
+
+def _fold(model: ir.Model) -> None:
+    """Constant folding and the few general rules that captured models need: all of onnxscript's take minutes."""
+    FoldConstantsPass(
+        shape_inference=True,
+        input_size_limit=DEFAULT_CONSTANT_FOLD_INPUT_SIZE_LIMIT,
+        output_size_limit=DEFAULT_CONSTANT_FOLD_OUTPUT_SIZE_LIMIT,
+    )(model)
+    rules = [_basic_rules.squeeze_reshape_1d_rule, _basic_rules.unsqueeze_unsqueeze_rule]
+    pattern.RewriteRuleSet([*rules, *_no_op.rules, *_collapse_slices.rules]).apply_to_model(model)
+    common.IdentityEliminationPass()(model)
+    common.RemoveUnusedNodesPass()(model)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.DeduplicateInitializersPass()(model)
+    common.CommonSubexpressionEliminationPass()(model)
 
 
 def clean(model: ir.Model) -> None:

@@ -10,8 +10,16 @@ from onnxscript.rewriter import pattern
 
 from moec.bundle.geometry import AttentionLayer
 from moec.errors import MoecError
-from moec.rewrite.context import RewriteContext, Rule, add_initializer, add_input, attribute, graph_input, scalar
 from moec.reference.kv_layout import KVLayout
+from moec.rewrite.context import (
+    RewriteContext,
+    Rule,
+    add_initializer,
+    add_input,
+    attribute,
+    graph_input,
+    scalar,
+)
 
 ANY = pattern.ANY_VALUE
 

@@ -42,6 +42,10 @@ class RewriteContext:
         return next((m for m in self.geometry.moe if m.gate_up == name), None)
 
 
+OTHER = ("", "something else")
+"""What `Rule.reason` returns for matches that are simply not meant; they leave no note."""
+
+
 class Rule(pattern.RewriteRuleClassBase):
     """A rewrite rule with a context. `check` returns None when the rule applies, else a sentence that says why not.
 
@@ -67,8 +71,9 @@ class Rule(pattern.RewriteRuleClassBase):
         result = pattern.MatchResult()
         why = self.reason(**values)
         if why is not None:
-            self.notes.append(": ".join(why))
             result.fail(why[1])
+            if why is not OTHER:
+                self.notes.append(": ".join(why))
         return result
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnxscript.rewriter import pattern
 
-from moec.rewrite.context import RewriteContext, Rule
+from moec.rewrite.context import OTHER, RewriteContext, Rule
 from moec.rewrite.parameters import GROUP, TRANSFORM, as_bf16, is_parameter, quantized
 
 MIN_ROWS = 16  # gates of a few rows stay fp32: they cost nothing and quantize badly
@@ -25,7 +25,7 @@ class DenseRule(Rule):
     def reason(self, weight, bias=None, **_):
         tied = weight.metadata_props.get(TRANSFORM) == "bf16"  # to the embeddings, which come first
         if not (is_parameter(weight) or tied) or len(weight.shape) != 2:
-            return "matrix product", "its weight is no parameter"
+            return OTHER
         if weight.name in self.context.keep_float or weight.shape[0] < MIN_ROWS:
             return weight.name, "stays fp32 (a router or a gate)"
         if self.bias and not (is_parameter(bias) and tuple(bias.shape) == (weight.shape[0],)):

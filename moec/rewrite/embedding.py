@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-from onnxscript.rewriter import pattern
 
-from moec.rewrite.context import RewriteContext, Rule
+from moec.rewrite.context import OTHER, RewriteContext, Rule
 from moec.rewrite.parameters import GROUP, as_bf16, is_parameter, quantized
 
 
@@ -14,18 +13,10 @@ class EmbeddingRule(Rule):
     """Gather(weight `[V,H]`, ids) -> GatherBlockQuantized on int8 codes, or Cast(Gather(bf16))."""
 
     def pattern(self, op, weight, ids):
-        return op.Gather(weight, ids, axis=0, _outputs=["out"])
+        return op.Gather(weight, ids, axis=0)
 
-    def reason(self, weight, ids, out, **_):
-        if not is_parameter(weight):
-            return "gather", "not a parameter"
-        if len(weight.shape) != 2:
-            return weight.name, "is no matrix"
-        return None
-
-    def check(self, context, **values):
-        result = pattern.MatchResult()
-        return result if self.reason(**values) is None else result.fail("not an embedding")
+    def reason(self, weight, **_):
+        return None if is_parameter(weight) and len(weight.shape) == 2 else OTHER
 
     def rewrite(self, op, weight, ids, **_):
         if self.context.weights == "bf16":

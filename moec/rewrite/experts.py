@@ -11,7 +11,15 @@ from onnxscript.rewriter import pattern
 from moec.bundle.geometry import MoELayer
 from moec.errors import MoecError
 from moec.reference.experts import BlobLayout
-from moec.rewrite.context import RewriteContext, Rule, add_initializer, add_input, attribute, graph_input, scalar
+from moec.rewrite.context import (
+    RewriteContext,
+    Rule,
+    add_initializer,
+    add_input,
+    attribute,
+    graph_input,
+    scalar,
+)
 
 ANY = pattern.ANY_VALUE
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-from onnxscript.rewriter import pattern
 
-from moec.rewrite.context import RewriteContext, Rule, attribute
+from moec.rewrite.context import OTHER, RewriteContext, Rule, attribute
 
 _SWAP = [0, 2, 1, 3]
 
@@ -56,12 +55,8 @@ class SplitAndJoin(Rule):
         wanted = shape.const_value
         last = x.shape[-1] if x.shape is not None and len(x.shape) == 3 else None
         if wanted is None or last is None or wanted.numpy().tolist() != [0, 0, last]:
-            return "reshape", "it does not restore the shape"
+            return OTHER
         return None
-
-    def check(self, context, **values):
-        result = pattern.MatchResult()
-        return result if self.reason(**values) is None else result.fail("other shape")
 
     def rewrite(self, op, x, **_):
         return op.Identity(x)
