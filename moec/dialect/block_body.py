@@ -101,11 +101,31 @@ def _quantize_values(layout: KVLayout, y: Value, v_ref: Value) -> dict[str, Valu
     return {"v_codes": _pack2(codes), "v_scale": scale_codes, "v_zero": zero_codes}
 
 
+def _symmetric(x: Value, axis: int) -> tuple[Value, Value]:
+    """Codes of groups along `axis`, as bytes in int32, and amplitude codes (that axis is 1)."""
+    amplitude_codes = _e4m3_up(x.unary("Abs").reduce("ReduceMax", axis))
+    step = _e4m3_value(amplitude_codes) / 127.0
+    codes = (x / step).unary("Round").clip(-127.0, 127.0).cast(I32)
+    return x.body.where(codes < 0, codes + 256, codes), amplitude_codes
+
+
+def _int8_parts(layout: KVLayout, x: Value, y: Value, v_ref: Value) -> dict[str, Value]:
+    groups = layout.num_v_groups
+    ref = v_ref.reshape(1, layout.num_kv_heads, 1, 1, groups, 1)
+    relative = y.reshape(0, 0, 0, layout.block_tokens, groups, layout.v_group) / ref
+    k_codes, k_scale = _symmetric(x, 3)
+    v_codes, v_scale = _symmetric(relative, 5)
+    return {"k_codes": k_codes, "k_scale": k_scale, "v_codes": v_codes, "v_scale": v_scale}
+
+
 def quantize(layout: KVLayout, rows: Value, v_ref: Value) -> Value:
     """float32 `[b,H,M,64,Dk+Dv]` -> uint8 `[b,H,M,block_bytes]`."""
     body = rows.body
     x, y = rows.slice(0, layout.k_dim, 4), rows.slice(layout.k_dim, layout.row_dim, 4)
-    parts = _quantize_keys(layout, x) | _quantize_values(layout, y, v_ref)
+    if layout.format == "int8":
+        parts = _int8_parts(layout, x, y, v_ref)
+    else:
+        parts = _quantize_keys(layout, x) | _quantize_values(layout, y, v_ref)
     batch, blocks = rows.size(0), rows.size(2)
     pieces, end = [], 0
     for name, section in [*layout.sections.items(), ("", None)]:
@@ -129,6 +149,8 @@ def dequantize(layout: KVLayout, blocks: Value, v_ref: Value) -> tuple[Value, Va
     """uint8 `[b,H,NB,bytes]` -> K float32 `[b,H,NB,64,Dk]` and V `[b,H,NB,64,Dv]`."""
     body, tokens, groups = blocks.body, layout.block_tokens, layout.num_v_groups
     section = {name: blocks.slice(s.offset, s.end, 3) for name, s in layout.sections.items()}
+    if layout.format == "int8":
+        return _dequantize_int8(layout, section, v_ref)
     codes = _unpack2(section["k_lo"], tokens)
     if layout.promoted:
         high = _unpack2(section["k_hi"], tokens) * 4.0
@@ -144,4 +166,14 @@ def dequantize(layout: KVLayout, blocks: Value, v_ref: Value) -> tuple[Value, Va
     )
     ref = v_ref.reshape(1, layout.num_kv_heads, 1, 1, groups, 1)
     v = (grouped * scale + zero) * ref
+    return k, v.reshape(0, 0, 0, tokens, layout.v_dim)
+
+
+def _dequantize_int8(layout: KVLayout, section: dict[str, Value], v_ref: Value) -> tuple[Value, Value]:
+    tokens, groups = layout.block_tokens, layout.num_v_groups
+    k_step, v_step = (_e4m3_value(section[name]) / 127.0 for name in ("k_scale", "v_scale"))
+    k = _signed(section["k_codes"]).reshape(0, 0, 0, tokens, layout.k_dim) * k_step.unsqueeze(3)
+    grouped = _signed(section["v_codes"]).reshape(0, 0, 0, tokens, groups, layout.v_group)
+    ref = v_ref.reshape(1, layout.num_kv_heads, 1, 1, groups, 1)
+    v = grouped * v_step.reshape(0, 0, 0, tokens, groups, 1) * ref
     return k, v.reshape(0, 0, 0, tokens, layout.v_dim)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moec.errors import MoecError
+from moec.reference.kv_layout import FORMATS
 
 DOMAIN, VERSION = "moec", 1
 
@@ -121,7 +122,7 @@ _ATTENTION = OpDeclaration(
         Attribute("window", int, "Sliding window in tokens, 0: none.", 0),
         Attribute("softcap", float, "cap*tanh(logit/cap), 0: none.", 0.0),
         Attribute("has_sink_logits", int, "1: sink_logits counts.", 0),
-        Attribute("format", str, "KV format.", None, ("mkv2", "mkv2_lean", "k4v2", "fp16", "fp32")),
+        Attribute("format", str, "KV format.", None, FORMATS),
         Attribute("block_tokens", int, "Tokens of a block.", 64),
         Attribute("promoted", int, "K channels with 4 bits, 0 for layers without blocks.", 0),
         Attribute("sink_tokens", int, "First tokens, kept in fp16.", 16),

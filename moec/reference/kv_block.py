@@ -1,10 +1,11 @@
-"""Arithmetic of one MKV2 block: rotate, pack, quantize, dequantize. Every step is float32, as in kernels."""
+"""Arithmetic of one block: rotate, pack, quantize, dequantize. Every step is float32, as in kernels."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from moec.reference.e4m3 import E4M3_MAX, e4m3_decode, e4m3_rne, e4m3_up
+from moec.reference.kv_int8 import dequantize_symmetric, quantize_symmetric
 from moec.reference.kv_layout import KVLayout
 
 F32 = np.float32
@@ -91,8 +92,7 @@ def quantize_values(layout: KVLayout, y: np.ndarray, v_ref: np.ndarray) -> Tripl
     Returns:
         codes uint8 `[..., 64, Dv]`, scale codes and zero codes (E4M3) uint8 `[..., 64, ng]`.
     """
-    groups = y.reshape(*y.shape[:-1], layout.num_v_groups, layout.v_group)
-    relative = groups / np.asarray(v_ref, F32)[..., None, :, None]
+    relative = _value_groups(layout, y) / np.asarray(v_ref, F32)[..., None, :, None]
     top, bottom = relative.max(axis=-1), relative.min(axis=-1)
     half = CLIP_2BIT * ((top - bottom) / F32(2))
     scale_codes = e4m3_up(half * F32(2) / LEVELS_2BIT)
@@ -114,9 +114,18 @@ def quantize_block(layout: KVLayout, rows: np.ndarray, v_ref: np.ndarray) -> np.
         uint8 `[..., block_bytes]`; padding bytes are zero.
     """
     rows = np.asarray(rows).astype(F32)
-    k_codes, k_scale, k_zero = quantize_keys(layout, rows[..., : layout.k_dim])
-    v_codes, v_scale, v_zero = quantize_values(layout, rows[..., layout.k_dim :], v_ref)
-    parts = {
+    quantize = _int8_parts if layout.format == "int8" else _mkv2_parts
+    parts = quantize(layout, rows[..., : layout.k_dim], rows[..., layout.k_dim :], v_ref)
+    block = np.zeros((*rows.shape[:-2], layout.block_bytes), np.uint8)
+    for name, section in layout.sections.items():
+        block[..., section.offset : section.end] = parts[name].reshape(*rows.shape[:-2], section.nbytes)
+    return block
+
+
+def _mkv2_parts(layout: KVLayout, x: np.ndarray, y: np.ndarray, v_ref: np.ndarray) -> dict[str, np.ndarray]:
+    k_codes, k_scale, k_zero = quantize_keys(layout, x)
+    v_codes, v_scale, v_zero = quantize_values(layout, y, v_ref)
+    return {
         "k_lo": pack2(k_codes & 3),
         "k_hi": pack2(k_codes[..., : layout.promoted] >> 2),
         "k_scale": k_scale,
@@ -125,10 +134,18 @@ def quantize_block(layout: KVLayout, rows: np.ndarray, v_ref: np.ndarray) -> np.
         "v_scale": v_scale,
         "v_zero": v_zero,
     }
-    block = np.zeros((*rows.shape[:-2], layout.block_bytes), np.uint8)
-    for name, section in layout.sections.items():
-        block[..., section.offset : section.end] = parts[name].reshape(*rows.shape[:-2], section.nbytes)
-    return block
+
+
+def _value_groups(layout: KVLayout, y: np.ndarray) -> np.ndarray:
+    return y.reshape(*y.shape[:-1], layout.num_v_groups, layout.v_group)
+
+
+def _int8_parts(layout: KVLayout, x: np.ndarray, y: np.ndarray, v_ref: np.ndarray) -> dict[str, np.ndarray]:
+    k_codes, k_scale = quantize_symmetric(x, -2)
+    relative = _value_groups(layout, y) / np.asarray(v_ref, F32)[..., None, :, None]
+    v_codes, v_scale = quantize_symmetric(relative, -1)
+    codes = {"k_codes": k_codes.view(np.uint8), "v_codes": v_codes.view(np.uint8)}
+    return codes | {"k_scale": k_scale, "v_scale": v_scale}
 
 
 def block_section(layout: KVLayout, block: np.ndarray, name: str) -> np.ndarray:
@@ -149,13 +166,23 @@ def dequantize_block(layout: KVLayout, block: np.ndarray, v_ref: np.ndarray) -> 
     Returns:
         x float32 `[..., 64, Dk]` (centred, permuted, relative K) and y float32 `[..., 64, Dv]` (rotated V).
     """
+    if layout.format == "int8":
+        return _dequantize_int8(layout, block, v_ref)
     codes = unpack2(block_section(layout, block, "k_lo")).astype(F32)
     codes[..., : layout.promoted] += F32(4) * unpack2(block_section(layout, block, "k_hi")).astype(F32)
     zero = block_section(layout, block, "k_zero").view(np.int8).astype(F32)
     x = e4m3_decode(block_section(layout, block, "k_scale"))[..., None, :] * (codes + zero[..., None, :])
     v_codes = unpack2(block_section(layout, block, "v_codes")).astype(F32)
-    grouped = v_codes.reshape(*v_codes.shape[:-1], layout.num_v_groups, layout.v_group)
+    grouped = _value_groups(layout, v_codes)
     scale = e4m3_decode(block_section(layout, block, "v_scale"))[..., None]
     low = e4m3_decode(block_section(layout, block, "v_zero"))[..., None]
     y = (scale * grouped + low) * np.asarray(v_ref, F32)[..., None, :, None]
     return x, y.reshape(v_codes.shape)
+
+
+def _dequantize_int8(layout: KVLayout, block: np.ndarray, v_ref: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    codes = {name: block_section(layout, block, name).view(np.int8) for name in ("k_codes", "v_codes")}
+    x = dequantize_symmetric(codes["k_codes"], block_section(layout, block, "k_scale"), -2)
+    grouped = _value_groups(layout, codes["v_codes"])
+    y = dequantize_symmetric(grouped, block_section(layout, block, "v_scale"), -1)
+    return x, (y * np.asarray(v_ref, F32)[..., None, :, None]).reshape(codes["v_codes"].shape)

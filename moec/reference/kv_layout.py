@@ -11,7 +11,7 @@ import numpy as np
 from moec.errors import MoecError
 
 BLOCK_TOKENS = 64
-QUANTIZED_FORMATS = ("mkv2", "mkv2_lean", "k4v2")
+QUANTIZED_FORMATS = ("mkv2", "mkv2_lean", "k4v2", "int8")
 FLOAT_FORMATS = ("fp16", "fp32")
 FORMATS = QUANTIZED_FORMATS + FLOAT_FORMATS
 
@@ -65,7 +65,7 @@ class KVLayout:
     """Shapes and offsets of the cache of one attention layer; everything is derived from these fields.
 
     Args:
-        format: mkv2 | mkv2_lean | k4v2 (blocks and an fp16 ring) | fp16 | fp32 (a ring of the whole context).
+        format: mkv2 | mkv2_lean | k4v2 | int8 (blocks and an fp16 ring) | fp16 | fp32 (a ring of the whole context).
         num_kv_heads, k_dim, v_dim: Geometry of the layer; both dims are multiples of 4.
         context: Most tokens a slot can hold.
         window: 0, or the sliding window: then the cache is a ring only, whatever the format.
@@ -102,13 +102,14 @@ class KVLayout:
         smallest_size = min(self.window, self.sink_tokens, self.recent_tokens, self.rollback_tokens)
         smallest_dim = min(self.num_kv_heads, self.k_dim, self.v_dim, self.context)
         bad_promoted = not 0 <= self.promoted <= self.k_dim or self.promoted % 4 != 0
+        bad_promoted |= self.format == "int8" and self.promoted != 0
         return [
             (self.format not in FORMATS, f"unknown format {self.format!r}, known are {', '.join(FORMATS)}"),
             (self.block_tokens != BLOCK_TOKENS, f"block_tokens must be {BLOCK_TOKENS}"),
             (smallest_dim < 1, "a dimension is not positive"),
             (self.k_dim % 4 != 0 or self.v_dim % 4 != 0, "head dimensions must be multiples of 4"),
             (smallest_size < 0, "a size is negative"),
-            (bad_promoted, "promoted must be a multiple of 4"),
+            (bad_promoted, "promoted must be a multiple of 4, and 0 for int8"),
         ]
 
     @property
@@ -175,8 +176,22 @@ class KVLayout:
         """Parts of a block in memory order; empty for layers without blocks."""
         if not self.quantized:
             return {}
+        result, offset = {}, 0
+        for name, shape, dtype in self._parts():
+            result[name] = Section(name, offset, shape, dtype)
+            offset = align_up(result[name].end, _SECTION_ALIGN)
+        return result
+
+    def _parts(self) -> list[tuple[str, tuple[int, ...], str]]:
         tokens, dk, dv, groups = self.block_tokens, self.k_dim, self.v_dim, self.num_v_groups
-        parts = [
+        if self.format == "int8":
+            return [
+                ("k_codes", (tokens, dk), "int8"),
+                ("k_scale", (dk,), "e4m3"),
+                ("v_codes", (tokens, dv), "int8"),
+                ("v_scale", (tokens, groups), "e4m3"),
+            ]
+        return [
             ("k_lo", (tokens, dk // 4), "uint8"),
             ("k_hi", (tokens, self.promoted // 4), "uint8"),
             ("k_scale", (dk,), "e4m3"),
@@ -185,11 +200,6 @@ class KVLayout:
             ("v_scale", (tokens, groups), "e4m3"),
             ("v_zero", (tokens, groups), "e4m3"),
         ]
-        result, offset = {}, 0
-        for name, shape, dtype in parts:
-            result[name] = Section(name, offset, shape, dtype)
-            offset = align_up(result[name].end, _SECTION_ALIGN)
-        return result
 
     @property
     def offsets(self) -> dict[str, int]:
@@ -199,7 +209,9 @@ class KVLayout:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of one KV head; 1 for layers without blocks (their dummy is int8 [1,1,1,1])."""
-        return align_up(self.sections["v_zero"].end, _BLOCK_ALIGN) if self.quantized else 1
+        if not self.quantized:
+            return 1
+        return align_up(max(section.end for section in self.sections.values()), _BLOCK_ALIGN)
 
     def blocks_shape(self, batch: int) -> tuple[int, int, int, int]:
         """`[B, Hkv, NB, block_bytes]` int8, or `[1,1,1,1]` for layers without blocks."""

@@ -13,6 +13,7 @@ VARIANTS = {
     "mkv2": ("mkv2", (64, 64), 2, 4, {}, {}),
     "lean, group 3": ("mkv2_lean", (80, 80), 1, 3, {}, {"has_sink_logits": 1}),
     "k4v2, Dk != Dv": ("k4v2", (32, 48), 2, 2, {}, {}),
+    "int8": ("int8", (48, 80), 1, 2, {"rollback_tokens": 5}, {"has_sink_logits": 1}),
     "soft cap, GQA 8": ("mkv2", (96, 64), 1, 8, {}, {"softcap": 15.0}),
     "head_dim 256": ("mkv2", (256, 256), 1, 2, {}, {}),
     "other sizes": (

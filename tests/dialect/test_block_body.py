@@ -33,7 +33,7 @@ def hard_rows(rng: np.random.Generator, heads: int, dims: int) -> np.ndarray:
     return np.clip(rows, -65504, 65504).astype(np.float16).astype(np.float32)
 
 
-@pytest.mark.parametrize("format", ["mkv2", "mkv2_lean", "k4v2"])
+@pytest.mark.parametrize("format", ["mkv2", "mkv2_lean", "k4v2", "int8"])
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (96, 192), (256, 20)])
 def test_bytes_are_those_of_the_reference(format, dims):
     rng = fresh_rng()

@@ -118,7 +118,7 @@ def test_blocks_are_attended_as_their_bytes_say(format, dims):
 
 
 @pytest.mark.parametrize(
-    ("format", "window"), [("mkv2", 0), ("k4v2", 0), ("fp16", 0), ("fp32", 0), ("mkv2", 50)]
+    ("format", "window"), [("mkv2", 0), ("k4v2", 0), ("int8", 0), ("fp16", 0), ("fp32", 0), ("mkv2", 50)]
 )
 def test_chunking_changes_nothing(format, window):
     rng = fresh_rng()

@@ -31,6 +31,9 @@ def test_byte_table_of_head_dim_64():
     assert layout.bits_per_element == 2.5
     assert KVLayout("mkv2_lean", 3, 64, 64, 4096).bits_per_element == 2.375
     assert KVLayout("k4v2", 3, 64, 64, 4096).bits_per_element == 3.25
+    int8 = KVLayout("int8", 3, 64, 64, 4096)
+    assert int8.offsets == {"k_codes": 0, "k_scale": 4096, "v_codes": 4160, "v_scale": 8256}
+    assert (int8.block_bytes, int8.bits_per_element) == (8320, 8.125)
 
 
 @pytest.mark.parametrize(("context", "bits"), [(2048, 3.47), (4096, 2.98), (16384, 2.62), (131072, 2.52)])
@@ -38,7 +41,7 @@ def test_bits_of_the_whole_allocation(context, bits):
     assert KVLayout("mkv2", 3, 64, 64, context).bits_per_element_allocated == pytest.approx(bits, abs=0.005)
 
 
-@pytest.mark.parametrize("format", ["mkv2", "mkv2_lean", "k4v2"])
+@pytest.mark.parametrize("format", ["mkv2", "mkv2_lean", "k4v2", "int8"])
 @pytest.mark.parametrize("dims", [(16, 16), (80, 80), (96, 96), (192, 128), (36, 20), (256, 256)])
 def test_sections_are_aligned_and_do_not_overlap(format, dims):
     layout = KVLayout(format, 2, *dims, 1000)
@@ -98,6 +101,7 @@ def test_windows_and_float_formats_have_a_ring_only():
         {"k_dim": 66},
         {"block_tokens": 32},
         {"promoted": 6},
+        {"format": "int8", "promoted": 16},
         {"context": 0},
         {"window": -1},
     ],
