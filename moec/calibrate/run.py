@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,17 +57,34 @@ def calibrate(
         `.v_ref` f32 `[Hkv,ng]`.
 
     Raises:
-        MoecError: unusable text or tokenizer, or a layer that computes NaN.
+        MoecError: unusable text or tokenizer, too little memory, or a layer that computes NaN.
     """
     quantized = {layer: layout for layer, layout in layouts.items() if layout.quantized}
     statistics = {layer: LayerStatistics(layout) for layer, layout in quantized.items()}
     if quantized:
+        check_memory(checkpoint)
         ids = tokenize(checkpoint.path, read_text(text_files))
         size = min(WINDOW, geometry.max_context)
         _observe(checkpoint, statistics, windows(ids, size, geometry.vocab_size), on_progress)
     soft_capped = {a.layer for a in geometry.attention if a.softcap}
     fitted = {layer: fit_layer(s, centre=layer not in soft_capped) for layer, s in statistics.items()}
     return neutral({k: v for k, v in layouts.items() if k not in quantized}) | _named(fitted)
+
+
+def check_memory(checkpoint: Checkpoint, meminfo: Path = Path("/proc/meminfo")) -> None:
+    """Refuse to load a model in fp32 that the machine has no memory for, instead of being killed.
+
+    Raises:
+        MoecError: less memory is available (by Linux' own estimate; elsewhere nothing is checked).
+    """
+    names = {checkpoint.canonical(name) for name in checkpoint.param_names()}
+    needed = 4 * sum(math.prod(checkpoint.shape(name)) for name in names)
+    lines = meminfo.read_text().splitlines() if meminfo.is_file() else []
+    available = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    if available and available[0] < needed:
+        what = f"Calibration runs the model in fp32 and needs {needed / 1e9:.1f} GB of memory"
+        hint = "Build on a machine with more memory, or with --kv fp16, which needs no calibration."
+        raise MoecError(f"{what}, {available[0] / 1e9:.1f} GB are available", hint=hint)
 
 
 def _named(calibrations: Mapping[int, Calibration]) -> dict[str, np.ndarray]:

@@ -44,7 +44,9 @@ Cache formats (bits per cached number at 4096 tokens, head_dim 128):
     metavar="FILE",
     help="Text to calibrate the cache with; may be repeated.  [default: text shipped with moec]",
 )
-@click.option("--dump-dir", type=click.Path(), metavar="DIR", help="Write the graph after each pass there.")
+@click.option(
+    "--dump-dir", type=click.Path(), metavar="DIR", help="Write exported.onnx (fp32 weights) and each pass."
+)
 @click.option("-v", "--verbose", is_flag=True, help="Show all passes with their notes.")
 def build(
     model: str,

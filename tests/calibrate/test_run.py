@@ -8,6 +8,7 @@ import torch
 
 from moec.bundle.geometry import AttentionLayer, Geometry
 from moec.calibrate import calibrate, neutral
+from moec.calibrate.run import check_memory
 from moec.checkpoint import open_checkpoint
 from moec.errors import MoecError
 from moec.reference.kv_layout import KVLayout
@@ -112,3 +113,13 @@ def test_nan_names_the_layer(tmp_path, text_file):
     checkpoint.load_torch = load
     with pytest.raises(MoecError, match="layer 1"):
         calibrate(checkpoint, geometry(), layouts("mkv2", "mkv2"), [text_file])
+
+
+def test_too_little_memory_is_said_before_the_model_loads(folder, tmp_path):
+    checkpoint, meminfo = open_checkpoint(folder), tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9999999 kB\nMemAvailable: 2000 kB\n")
+    with pytest.raises(MoecError, match=r"needs 0\.0 GB of memory, 0\.0 GB are available"):
+        check_memory(checkpoint, meminfo)
+    meminfo.write_text("MemTotal: 9999999 kB\nMemAvailable: 20000 kB\n")
+    check_memory(checkpoint, meminfo)
+    check_memory(checkpoint, tmp_path / "missing")
