@@ -50,13 +50,16 @@ public:
     l.promoted = static_cast<int>(a.integer("promoted"));
     l.recent = static_cast<int>(a.integer("recent_tokens"));
     l.ring_fp32 = format_ == "fp32";
-    l.quantized = l.window == 0 && (format_ == "mkv2" || format_ == "mkv2_lean" || format_ == "k4v2");
+    l.int8 = format_ == "int8";
+    l.quantized =
+        l.window == 0 && (l.int8 || format_ == "mkv2" || format_ == "mkv2_lean" || format_ == "k4v2");
     require(l.quantized || l.window > 0 || l.ring_fp32 || format_ == "fp16",
             "unknown format '" + format_ + "'");
     require(a.text("layout") == "rows", "layout '" + a.text("layout") + "' is not a CPU layout");
     require(a.integer("version") == 1, "unknown version");
     require(a.integer("block_tokens") == KvLayout::kBlockTokens, "block_tokens must be 64");
     require(l.promoted >= 0 && l.promoted % 4 == 0, "promoted must be a multiple of 4");
+    require(!l.int8 || l.promoted == 0, "int8 promotes no channels");
     require(l.recent >= 0 && sinks_ >= 0 && rollback_ >= 0 && l.window >= 0, "a size is negative");
   }
 

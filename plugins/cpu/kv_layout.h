@@ -10,6 +10,7 @@ struct KvLayout {
   static constexpr int kBlockTokens = 64;
   bool quantized = false; // has blocks; otherwise the ring holds everything
   bool ring_fp32 = false;
+  bool int8 = false; // blocks of int8 codes: k_lo and v_codes are [64][dim] bytes, k_hi and zeros are empty
   int k_dim = 0, v_dim = 0, promoted = 0, window = 0;
   int sinks = 0;  // ring rows that are never reused (0 when not quantized)
   int recent = 0; // newest tokens that are never quantized
@@ -43,8 +44,14 @@ inline void KvLayout::place_sections() {
   const size_t dk = static_cast<size_t>(k_dim), dv = static_cast<size_t>(v_dim),
                p = static_cast<size_t>(promoted);
   const size_t metadata = static_cast<size_t>(kBlockTokens) * static_cast<size_t>(num_v_groups);
-  const size_t sizes[7] = {
-      kBlockTokens * dk / 4, kBlockTokens * p / 4, dk, dk, kBlockTokens * dv / 4, metadata, metadata};
+  const size_t per_byte = int8 ? 1 : 4, zeros = int8 ? 0 : 1;
+  const size_t sizes[7] = {kBlockTokens * dk / per_byte,
+                           kBlockTokens * p / 4,
+                           dk,
+                           dk * zeros,
+                           kBlockTokens * dv / per_byte,
+                           metadata,
+                           metadata * zeros};
   size_t *offsets[7] = {&k_lo, &k_hi, &k_scale, &k_zero, &v_codes, &v_scale, &v_zero};
   size_t end = 0;
   for (int i = 0; i < 7; ++i) {

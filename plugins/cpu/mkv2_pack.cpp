@@ -1,5 +1,6 @@
 #include "mkv2_pack.h"
 #include "float_formats.h"
+#include "int8_block.h"
 #include "kernels.h"
 #include <algorithm>
 #include <vector>
@@ -151,6 +152,8 @@ void flush_block(const KvLayout &layout, const float *v_ref, const uint16_t *rin
     kernels().from_half(ring + row * stride, s.rows.data() + t * stride, stride);
   }
   std::fill(block, block + layout.block_bytes, uint8_t{0});
+  if (layout.int8)
+    return quantize_int8_block(layout, v_ref, s.rows.data(), block);
   quantize_keys(layout, s.rows.data(), stride, s, block);
   pack_plane(s.codes.data(), layout.k_dim, layout.k_dim, 0, block + layout.k_lo);
   pack_plane(s.codes.data(), layout.k_dim, layout.promoted, 1, block + layout.k_hi);

@@ -52,6 +52,8 @@ SHAPES = [  # format, query heads, kv heads, k_dim, v_dim
     ("mkv2_lean", 16, 1, 64, 64),
     ("mkv2_lean", 2, 1, 80, 128),
     ("k4v2", 4, 2, 64, 64),
+    ("int8", 9, 3, 64, 64),
+    ("int8", 2, 1, 20, 80),
     ("fp16", 9, 3, 64, 64),
     ("fp32", 4, 1, 80, 20),
 ]
@@ -130,7 +132,7 @@ def extreme_channels(tokens: dict) -> None:
     v[:, 5::6, :, 9] = -np.inf
 
 
-@pytest.mark.parametrize("format", ["mkv2", "k4v2", "fp16"])
+@pytest.mark.parametrize("format", ["mkv2", "k4v2", "int8", "fp16"])
 def test_extreme_values_pack_to_the_same_bits(rng, format):
     both = Both(AttentionCase(KVLayout(format, 2, 64, 64, 300), 2, rng))
     for count in (150, 1, 70):
@@ -161,6 +163,7 @@ CHUNKED = [  # format, query heads, kv heads, k_dim, v_dim, window
     ("mkv2_lean", 11, 1, 96, 128, 0),
     ("mkv2", 2, 2, 20, 36, 0),
     ("k4v2", 4, 2, 128, 64, 0),
+    ("int8", 6, 2, 64, 48, 0),
     ("mkv2", 6, 2, 64, 64, 40),
     ("fp16", 6, 2, 64, 64, 0),
     ("fp32", 7, 1, 36, 20, 0),
