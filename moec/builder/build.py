@@ -15,6 +15,7 @@ import onnx_ir as ir
 import safetensors.numpy
 import xxhash
 
+from moec.builder.engines import choose_targets, engine_stage
 from moec.builder.model_files import copy_model_files, generation_defaults, identity
 from moec.builder.options import BuildOptions, check_context, check_disk, check_options
 from moec.builder.report import REPORT, BuildReport, cache_sizes, expert_elements, size_table
@@ -25,6 +26,8 @@ from moec.bundle.writer import BundleWriter, check_free_space, write_bytes
 from moec.calibrate import calibrate
 from moec.calibrate.text import DEFAULT_TEXT
 from moec.checkpoint import Checkpoint, open_checkpoint
+from moec.compile.stage import Engine
+from moec.compile.targets import Targets
 from moec.frontend.capture import Captured, capture
 from moec.frontend.save import save_exported
 from moec.pack.experts_store import checked_bytes, plan_store, store_bytes, write_experts
@@ -51,6 +54,8 @@ def build(
     weights: str = "int4",
     experts: str = "int4",
     calibration: PathLike | Sequence[PathLike] | None = None,
+    target: str = "auto",
+    dtype: str = "fp16",
     dump_dir: PathLike | None = None,
     verbose: bool = False,
     progress: Progress | None = None,
@@ -66,6 +71,9 @@ def build(
         weights: Dense weights: int4 (embeddings and head int8) | bf16.
         experts: Routed experts: int4 | bf16.
         calibration: Text files for the cache's calibration; None = the shipped text.
+        target: auto | cpu | sm_80,sm_86,...: GPU engines beside the CPU graph. auto = all that TensorRT-RTX
+            builds for; no GPU is needed.
+        dtype: Activations of the engines: fp16 | bf16.
         dump_dir: Write exported.onnx (with fp32 weights) and the graph after each pass there.
         verbose: Also report passes that changed nothing.
         progress: Where progress is shown; None shows nothing.
@@ -80,17 +88,18 @@ def build(
     texts = [calibration] if isinstance(calibration, (str, os.PathLike)) else calibration or []
     options = BuildOptions(
         Path(model), Path(output), context, batch, kv, weights, experts, tuple(Path(t) for t in texts),
-        None if dump_dir is None else Path(dump_dir),
+        None if dump_dir is None else Path(dump_dir), target, dtype,
     )  # fmt: skip
     check_options(options)
     progress = progress or Progress()
+    targets = choose_targets(options, progress)
     with progress.phase("Reading the checkpoint") as task:
         checkpoint = open_checkpoint(options.model)
         options = replace(options, context=check_context(checkpoint, context))
         check_disk(checkpoint, options)
         task.note(f"{checkpoint.config.model_type}, context {options.context}, {batch} slots")
     with BundleWriter(options.output) as writer:
-        return _Build(options, checkpoint, writer, progress, verbose).run()
+        return _Build(options, checkpoint, writer, progress, verbose, targets).run()
 
 
 class _Build:
@@ -103,20 +112,24 @@ class _Build:
         writer: BundleWriter,
         progress: Progress,
         verbose: bool,
+        targets: Targets,
     ) -> None:
         self.options, self.checkpoint, self.writer = options, checkpoint, writer
-        self.progress, self.verbose = progress, verbose
+        self.progress, self.verbose, self.targets = progress, verbose, targets
+        self.engines: list[Engine] = []
         self.report = BuildReport(writer.path, options.to_json())
 
     def run(self) -> BuildReport:
         captured = self.capture()
         geometry, layouts = captured.geometry, self.layouts(captured.geometry)
-        self.rewrite(captured, layouts)
+        rewritten = self.rewrite(captured, layouts)
         self.calibrate(geometry, layouts)
         plans = plans_for(captured.model, self.checkpoint.shape)
         self.check_exact_size(plans, geometry)
         places = self.pack_dense(plans)
         header = self.pack_experts(geometry)
+        self.engines = engine_stage(rewritten, self.writer.folder, self.targets, self.options, self.progress)
+        self.report.engines = [engine.to_report() for engine in self.engines]
         with self.progress.phase("Writing the bundle"):
             bind_weights(captured.model, places)
             write_bytes(self.writer.folder / GRAPH, _serialize(captured.model))
@@ -147,17 +160,19 @@ class _Build:
             for a in geometry.attention
         }
 
-    def rewrite(self, captured: Captured, layouts: Mapping[int, KVLayout]) -> None:
-        """Run the passes; the model becomes the CPU graph."""
+    def rewrite(self, captured: Captured, layouts: Mapping[int, KVLayout]) -> ir.Model:
+        """Run the passes; the model becomes the CPU graph. Returns the graph in the moec dialect."""
         context = pipeline.RewriteContext(
             captured.geometry, dict(layouts), self.options.weights, self.options.experts, self._compute()
         )
         with self.progress.phase("Rewriting the graph") as task:
-            reports = pipeline.run(
-                captured.model, context, on_pass=self._on_pass, dump_dir=self.options.dump_dir
-            )
+            shown = {"on_pass": self._on_pass, "dump_dir": self.options.dump_dir}
+            reports = pipeline.run(captured.model, context, passes=pipeline.MOEC_PASSES, **shown)
+            rewritten = captured.model.clone()
+            reports += pipeline.run(captured.model, context, passes=pipeline.CPU_PASSES, **shown)
             task.note(f"{len(reports)} passes, {captured.model.graph.num_nodes()} nodes")
         self.report.passes = [_plain(r) for r in reports]
+        return rewritten
 
     def _compute(self) -> str:
         """Activations in the experts' products: bf16 experts are the exact mode."""
@@ -235,7 +250,8 @@ class _Build:
         )
         sizes["experts"] = store_bytes(geometry, self.options.experts)
         sizes["experts_bf16"] = 2 * expert_elements(geometry)
-        sizes["other"] = total - sizes["dense"] - sizes["vocabulary"]
+        sizes["engine"] = sum(engine.report.plan_bytes for engine in self.engines)
+        sizes["other"] = total - sizes["dense"] - sizes["vocabulary"] - sizes["engine"]
         sizes["total"] = total + sizes["experts"]
         sizes["total_bf16"] = sizes["dense_bf16"] + sizes["vocabulary_bf16"] + sizes["experts_bf16"]
         self.report.sizes = sizes | cache_sizes(layouts)
@@ -261,6 +277,7 @@ class _Build:
             generation=generation_defaults(self.checkpoint),
             sizes=self.report.sizes,
             options=self.options.to_json(),
+            engines=[engine.to_manifest() for engine in self.engines],
         )
 
     def finish(self, manifest: Manifest, header: StoreHeader) -> None:

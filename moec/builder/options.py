@@ -16,6 +16,7 @@ from moec.reference.kv_layout import FORMATS, QUANTIZED_FORMATS
 
 DEFAULT_CONTEXT = 4096
 MAX_BATCH = 4096
+GPU_DTYPES = ("fp16", "bf16")
 _BITS = {"int4": 4.25, "int8": 8.25, "bf16": 16.0}
 
 
@@ -32,11 +33,13 @@ class BuildOptions:
     experts: str
     calibration: tuple[Path, ...]
     dump_dir: Path | None
+    target: str = "auto"
+    dtype: str = "fp16"
 
     def to_json(self) -> dict[str, Any]:
         """For the manifest: choices by value, files by name only (a bundle holds no machine's paths)."""
         names = [path.name for path in self.calibration]
-        fields = ("context", "batch", "kv", "weights", "experts")
+        fields = ("context", "batch", "kv", "weights", "experts", "target", "dtype")
         return {name: getattr(self, name) for name in fields} | {"calibration": names}
 
 
@@ -49,6 +52,7 @@ def check_options(options: BuildOptions) -> None:
     _choice("--kv", options.kv, FORMATS)
     _choice("--weights", options.weights, WEIGHT_FORMATS)
     _choice("--experts", options.experts, WEIGHT_FORMATS)
+    _choice("--dtype", options.dtype, GPU_DTYPES)
     if options.context is not None:
         _at_least_one("context", options.context)
     _at_least_one("batch", options.batch)

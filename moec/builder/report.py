@@ -25,6 +25,7 @@ class BuildReport:
         seconds: Wall time by phase.
         sizes: Bytes by component, and `*_bf16`: what the same would take in bf16 (fp16 for the cache).
         warnings: What the user was told.
+        engines: One record an engine: plan, targets, layers by profile, aliases, memory, seconds.
     """
 
     path: Path
@@ -33,6 +34,7 @@ class BuildReport:
     seconds: dict[str, float] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    engines: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """A tree of plain JSON values, without the bundle's own path."""
@@ -87,6 +89,7 @@ def size_table(sizes: Mapping[str, int], options: Mapping[str, Any]) -> SizeTabl
         ("dense weights", options["weights"], "dense", _mb),
         ("embeddings, output head", "int8" if options["weights"] == "int4" else "bf16", "vocabulary", _mb),
         ("routed experts", options["experts"], "experts", _mb),
+        ("engine", "", "engine", _mb),
         ("graph, tokenizer, calibration", "", "other", _mb),
         ("bundle", "", "total", _mb),
         (f"KV cache, one slot of {context}", options["kv"], "cache_slot", _mb),
@@ -94,6 +97,8 @@ def size_table(sizes: Mapping[str, int], options: Mapping[str, Any]) -> SizeTabl
     ]
     table = SizeTable("Sizes", ["component", "format", "size", "as bf16/fp16", "of that"])
     for title, kind, key, show in rows:
+        if key == "engine" and not sizes.get(key):
+            continue
         table.rows.append([title, kind, *_compare(sizes[key], sizes.get(f"{key}_bf16"), show)])
     return table
 

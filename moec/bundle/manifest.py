@@ -80,6 +80,8 @@ class Manifest:
         generation: Sampling defaults of the checkpoint's generation_config.json.
         sizes: Bytes by component.
         options: How the bundle was made (the arguments of `moec build`).
+        engines: One record a plan: file, module, targets, profiles, memory plan, binding table
+            (moec.compile.stage.Engine.to_manifest).
     """
 
     model: ModelIdentity
@@ -98,6 +100,7 @@ class Manifest:
     generation: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    engines: list[dict[str, Any]] = field(default_factory=list)
     schema_version: str = SCHEMA_VERSION
 
     def to_json(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ _EXAMPLES = """\b
 Examples:
   moec build ./checkpoint -o ./bundle
   moec build ./checkpoint -o ./bundle --context 8192 --batch 1
+  moec build ./checkpoint -o ./bundle --target sm_89,sm_120 --dtype bf16
   moec build ./checkpoint -o ./bundle --kv fp16 --weights bf16 --experts bf16
   moec build ./checkpoint -o ./bundle --calibration my-text.txt --dump-dir ./graphs -v
 
@@ -45,6 +46,14 @@ Cache formats (bits per cached number at 4096 tokens, head_dim 128):
     help="Text to calibrate the cache with; may be repeated.  [default: text shipped with moec]",
 )
 @click.option(
+    "--target",
+    default="auto",
+    show_default=True,
+    metavar="TARGETS",
+    help="auto, cpu, or GPUs: sm_80,sm_86,sm_89,sm_120. A CPU graph is always built.",
+)
+@click.option("--dtype", default="fp16", show_default=True, help="GPU activations: fp16, bf16.")
+@click.option(
     "--dump-dir", type=click.Path(), metavar="DIR", help="Write exported.onnx (fp32 weights) and each pass."
 )
 @click.option("-v", "--verbose", is_flag=True, help="Show all passes with their notes.")
@@ -57,6 +66,8 @@ def build(
     weights: str,
     experts: str,
     calibration: tuple[str, ...],
+    target: str,
+    dtype: str,
     dump_dir: str | None,
     verbose: bool,
 ) -> None:
@@ -75,7 +86,8 @@ def build(
     with _terminable():
         report = build_bundle(
             model, output, context=context, batch=batch, kv=kv, weights=weights, experts=experts,
-            calibration=calibration, dump_dir=dump_dir, verbose=verbose, progress=progress,
+            calibration=calibration, target=target, dtype=dtype, dump_dir=dump_dir, verbose=verbose,
+            progress=progress,
         )  # fmt: skip
     progress.info(f'{report.path} is ready: moec run {output} --prompt "..."')
 

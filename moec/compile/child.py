@@ -12,7 +12,7 @@ import ctypes
 import hashlib
 import json
 import os
-import resource
+import re
 import sys
 import threading
 import time
@@ -118,7 +118,7 @@ def build(adapter: Adapter, library: str, request: dict[str, Any], channel: Chan
         "tensorrt": adapter.version,
         "alias_queries": _alias_queries(library),
         "seconds": time.perf_counter() - start,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_rss_bytes": peak_rss(),
     }
 
 
@@ -136,6 +136,12 @@ def _write(plan: Any, path: Path) -> dict[str, Any]:
     with path.open("wb") as file:
         file.write(view)
     return {"plan_bytes": view.nbytes, "plan_sha256": hashlib.sha256(view).hexdigest()}
+
+
+def peak_rss() -> int:
+    """Peak resident memory in bytes. (getrusage would count what the parent had when it forked.)"""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
 
 
 def _alias_queries(library: str) -> int:

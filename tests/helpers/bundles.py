@@ -25,5 +25,6 @@ def tiny_bundle(family: str = "qwen2_moe", **options: Any) -> Path:
     name = "-".join([family, *(f"{key}={value}" for key, value in sorted(options.items()))])
     text = Path(_FOLDER.name) / "calibration.txt"
     text.write_text(shakespeare(8_000))
+    options = {"target": "cpu"} | options
     build(checkpoint(family), Path(_FOLDER.name) / name, calibration=text, **options)
     return Path(_FOLDER.name) / name
