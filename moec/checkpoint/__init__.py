@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: checked on opening, read by transformers' parameter names, streamed expert by expert."""
+"""Hugging Face checkpoints: checked on opening, read by transformers' names, streamed by expert."""
 
 from moec.checkpoint.folder import Checkpoint, open_checkpoint
 

@@ -17,7 +17,7 @@ _BITS_OF = {t: (b, d) for d, (b, t) in _AS_BITS.items()}
 
 
 def to_torch(array: np.ndarray) -> torch.Tensor:
-    """The array as a tensor of the same dtype, without a copy. Read-only memory stays read-only: do not write to it."""
+    """The array as a tensor of the same dtype, without a copy. Do not write to it: it may be mapped."""
     bits, dtype = _AS_BITS.get(array.dtype, (None, None))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about read-only memory; nothing here writes

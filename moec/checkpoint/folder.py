@@ -28,7 +28,7 @@ _TEXT = ("config.json", "generation_config.json")
 
 
 class Checkpoint:
-    """An opened checkpoint; use `open_checkpoint`. Nothing is read from the weights until a parameter is asked for.
+    """An opened checkpoint; use `open_checkpoint`. Weights are read only when they are asked for.
 
     Attributes:
         path: The folder.
@@ -60,7 +60,7 @@ class Checkpoint:
         return self._tied.get(name, name)
 
     def param(self, name: str) -> np.ndarray:
-        """The whole parameter in the checkpoint's dtype (bf16 as ml_dtypes.bfloat16); mapped where it needs no conversion."""
+        """The whole parameter in its own dtype (bf16 as ml_dtypes.bfloat16); mapped if not converted."""
         return self._read(name, None)
 
     def expert(self, name: str, expert: int) -> np.ndarray:
@@ -83,7 +83,9 @@ class Checkpoint:
                 f"{name} has shape {tuple(tensor.shape)} in the checkpoint, {want} by its config",
                 where=str(self.path),
             )
-        return to_numpy(tensor)
+        array = to_numpy(tensor)
+        array.flags.writeable = False  # it may be the mapped file
+        return array
 
     def tokenizer_files(self) -> list[Path]:
         """The tokenizer's files that exist (vocabulary, config, chat template)."""
@@ -103,7 +105,7 @@ class Checkpoint:
         return zero_storage_model(self.config, dtype or torch.float32, **kwargs)
 
     def load_torch(self, dtype: Any = None, **kwargs: Any) -> Any:
-        """The real model with its weights (fp32 unless `dtype`), eager attention: the truth of the parity tests."""
+        """The real model with its weights (fp32 unless `dtype`) and eager attention."""
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -135,7 +137,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a checkpoint folder and checks it: config, model type, MoE, headers and sizes of the weights, names.
+    """Opens a checkpoint folder and checks its config, model type, weight files and names.
 
     Raises:
         MoecError: One clear sentence on what is wrong and where.

@@ -1,7 +1,8 @@
-"""Which checkpoint tensors make up which parameter of the transformers model, by transformers' own conversion tables.
+"""Which checkpoint tensors make up which parameter, by transformers' own conversion tables.
 
-Checkpoints keep one tensor per expert and projection, transformers fuses them into `[E, ...]` parameters while loading.
-The same tables are applied here lazily, so one expert can be read without building the fused tensor.
+Checkpoints keep one tensor per expert and projection, transformers fuses them into `[E, ...]` parameters
+while loading. The same tables are applied here lazily, so one expert can be read without building the fused
+tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Read = Callable[[str], torch.Tensor]
 
 @dataclass
 class Source:
-    """How one parameter is made: the converter (None: taken as it is) and its input tensors by source pattern."""
+    """How a parameter is made: converter (None: taken as it is) and input tensors by source pattern."""
 
     converter: WeightConverter | None = None
     tensors: dict[str | None, list[str]] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class Source:
 
 
 def resolve(model: Any, keys: Iterable[str]) -> dict[str, Source]:
-    """Parameter or buffer name of `model` (on the meta device) -> its Source, for all checkpoint tensors `keys`."""
+    """Parameter or buffer name of `model` (meta device) -> its Source, for all tensors `keys`."""
     table = get_model_conversion_mapping(model)
     renamings = [t for t in table if isinstance(t, WeightRenaming)]
     converters = [t for t in table if isinstance(t, WeightConverter)]

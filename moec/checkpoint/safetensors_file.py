@@ -1,6 +1,7 @@
 """Read-only view of one safetensors file: header checked against the file size, data mapped and never copied.
 
-Format: u64 header length, JSON header {name: {dtype, shape, data_offsets}}, data (https://huggingface.co/docs/safetensors).
+Format: u64 header length, JSON header {name: {dtype, shape, data_offsets}}, data
+(https://huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations

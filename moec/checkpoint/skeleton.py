@@ -1,7 +1,8 @@
 """Models that cost no memory: built on the meta device, or with parameters that share one zero.
 
-A captured graph needs shapes and names only. A zero-storage parameter is `zeros(()).expand(shape)`: real enough for
-torch.export, 0 bytes for a 47 B model. Buffers that are computed (inverse frequencies) hold their real values.
+A captured graph needs shapes and names only. A zero-storage parameter is `zeros(()).expand(shape)`: real
+enough for torch.export, 0 bytes for a 47 B model. Buffers that are computed (inverse frequencies) hold
+their real values.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def meta_model(config: Any, **kwargs: Any) -> Any:
 
 
 def zero_storage_model(config: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
-    """The model with zero-storage parameters and real computed buffers. Parameters are all zero: do not read results."""
+    """The model with zero-storage parameters (all zero: results mean nothing) and real buffers."""
     model = meta_model(config, dtype=dtype, **kwargs)
     for module in model.modules():
         for name, param in module._parameters.items():

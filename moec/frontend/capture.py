@@ -1,4 +1,4 @@
-"""transformers model -> standard ONNX graph with symbolic rows b and tokens S, without any weight in memory."""
+"""transformers model -> standard ONNX graph with symbolic b and S, without any weight in memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PREFIX = "causal_lm."
 
 @dataclass
 class Captured:
-    """The exported graph (initializers that come from the checkpoint carry names and shapes, no data) and the geometry."""
+    """The exported graph and the geometry. Parameters in the graph have names and shapes, no data."""
 
     model: ir.Model
     geometry: Geometry

@@ -1,7 +1,8 @@
 """What transformers calls in place of its own attention and experts while a model is probed or traced.
 
-Both are registered under the name "moec" in transformers' registries, so no modeling code is touched. A name without
-a mask function makes transformers build no mask: causality and windows are the operator's business.
+Both are registered under the name "moec" in transformers' registries, so no modeling code is touched. A
+name without a mask function makes transformers build no mask: causality and windows are the operator's
+business.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class ExpertsCall:
 
 @dataclass
 class Trace:
-    """State of one run: the caches and row data of a capture, or the record of a probe (`cache` without tensors)."""
+    """State of one run: the caches and rows of a capture, or the record of a probe (no `slot_ids`)."""
 
     layers: list[KVLayer]
     slot_ids: torch.Tensor | None = None
@@ -80,7 +81,7 @@ def tracing(trace: Trace) -> Iterator[Trace]:
 
 
 class KVLayer(DynamicLayer):
-    """A cache layer whose update gives the new keys and values back; the attention hook has the cached ones."""
+    """A cache layer whose update gives the new keys and values back; the hook has the cached ones."""
 
     is_compileable = True
 
@@ -106,7 +107,7 @@ def attention(
     attention_mask: Any = None, scaling: float | None = None, sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None, softcap: float | None = None, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """transformers' attention interface: q `[b,Hq,S,Dk]`, k `[b,Hkv,S,Dk]`, v `[b,Hkv,S,Dv]` -> `[b,S,Hq,Dv]`."""
+    """transformers' interface: q `[b,Hq,S,Dk]`, k `[b,Hkv,S,Dk]`, v `[b,Hkv,S,Dv]` -> `[b,S,Hq,Dv]`."""
     trace = _CURRENT.trace
     assert trace is not None
     layer = trace.layers[module.layer_idx]

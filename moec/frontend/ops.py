@@ -1,4 +1,4 @@
-"""The torch operators that stand for attention, experts and the choice of the last token while a model is traced.
+"""The torch operators that stand for attention, experts and the last token in a traced model.
 
 They exist in traced graphs only (shapes, no kernels): `translate.py` gives each one its standard ONNX form.
 """
@@ -10,12 +10,13 @@ import torch
 _LIB = torch.library.Library("moec", "DEF")
 _LIB.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor past_k, Tensor past_v, Tensor slot_ids, Tensor start, "
-    "Tensor positions, Tensor? sinks, float scale, int window, float softcap, int layer) -> (Tensor, Tensor, Tensor)"
+    "Tensor positions, Tensor? sinks, float scale, int window, float softcap, int layer) "
+    "-> (Tensor, Tensor, Tensor)"
 )
 _LIB.define(
     "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias, "
-    "Tensor? down_bias, str activation, bool gated, bool transposed, bool interleaved, float alpha, float limit, "
-    "int layer) -> Tensor"
+    "Tensor? down_bias, str activation, bool gated, bool transposed, bool interleaved, float alpha, "
+    "float limit, int layer) -> Tensor"
 )
 _LIB.define("last_hidden(Tensor hidden, Tensor num_tokens) -> Tensor")
 

@@ -1,4 +1,4 @@
-"""The geometry of a model, read off one forward pass over shapes (meta device): nothing is computed or loaded."""
+"""The geometry of a model, read off one forward pass on the meta device: nothing is computed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ def probe(ckpt: Checkpoint, context: int) -> Geometry:
     Windows of `context` tokens or more are no windows at all and are reported as 0.
 
     Raises:
-        MoecError: A layer has attention or experts that moec cannot express, or `context` exceeds the model's.
+        MoecError: A layer that moec cannot express, or a `context` beyond the model's.
     """
     config = ckpt.config
     limit = int(getattr(config, "max_position_embeddings", context))
     if context > limit:
         raise MoecError(f"context {context} is longer than the model's {limit}", where=str(ckpt.path))
+    chunk = int(getattr(config, "attention_chunk_size", 0) or 0)
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()) and context > chunk:
+        what = f"{config.model_type}: chunked attention is supported within one chunk of {chunk} tokens only"
+        raise MoecError(what, where=str(ckpt.path), hint=f"Use --context {chunk} or less.")
     trace = _run(ckpt)
     names = module_names(trace, ckpt)
     attention = tuple(_attention(c, context) for c in sorted(trace.attention, key=lambda c: c.layer))

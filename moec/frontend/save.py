@@ -17,7 +17,7 @@ _ALIGN = 64
 
 
 def save_exported(captured: Captured, ckpt: Checkpoint, path: str | os.PathLike[str]) -> None:
-    """Saves the graph at `path` and the weights at `path` + ".data" (fp32, streamed: one expert in memory at a time).
+    """Saves the graph at `path` and its fp32 weights at `path` + ".data", one expert in memory at a time.
 
     Args:
         captured: From `capture`; left as it was.

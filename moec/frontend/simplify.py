@@ -20,7 +20,7 @@ _KEPT_METADATA = ("pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy"
 
 
 class RotaryWithCast(RotaryEmbedding23Fusion):
-    """The rotary pattern with cosine and sine scaled and cast: models in half precision, scaled RoPE (YaRN)."""
+    """The rotary pattern with cosine and sine cast: models in half precision."""
 
     def pattern(self, op, x, freqs, start1, end1, start2, end2, one1, one2):
         both = op.Concat(freqs, freqs, axis=-1)
@@ -35,14 +35,13 @@ class RotaryWithCast(RotaryEmbedding23Fusion):
 
 
 def simplify(model: ir.Model) -> None:
-    """Folds constants, fuses RMSNormalization and RotaryEmbedding, removes duplicates, names the last hidden state.
+    """Folds constants, fuses norms and rotary embeddings, removes duplicates.
 
     Initializers without data are left alone, so parameters keep their names.
     """
     _fold(model)
     rms_normalization_ruleset.apply_to_model(model)
-    rotary = [RotaryEmbedding23Fusion.rule(), RotaryWithCast.rule()]
-    pattern.RewriteRuleSet(rotary).apply_to_model(model)
+    fuse_rotary(model)
     merge_reshapes(model.graph)
     clean(model)
     _name_dimensions(model.graph)
@@ -51,7 +50,7 @@ def simplify(model: ir.Model) -> None:
 
 
 def _fold(model: ir.Model) -> None:
-    """Constant folding and the few general rules that captured models need: all of onnxscript's take minutes."""
+    """Constant folding and the few general rules that matter here: all of onnxscript's take minutes."""
     FoldConstantsPass(
         shape_inference=True,
         input_size_limit=DEFAULT_CONSTANT_FOLD_INPUT_SIZE_LIMIT,
@@ -71,6 +70,12 @@ def clean(model: ir.Model) -> None:
     common.CommonSubexpressionEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)
     common.TopologicalSortPass()(model)
+
+
+def fuse_rotary(model: ir.Model) -> int:
+    """Fuses rotary embeddings; dead nodes remain. Returns how many."""
+    rules = [RotaryEmbedding23Fusion.rule(), RotaryWithCast.rule()]
+    return pattern.RewriteRuleSet(rules).apply_to_model(model)
 
 
 def merge_reshapes(graph: ir.Graph) -> None:

@@ -23,7 +23,8 @@ def _int(value: int) -> Any:
 def _mask(positions: Any, context: int, window: int) -> Any:
     """Bool `[b,1,S,M+S]`: key j is visible to the query at position n if j <= n (and j > n - window).
 
-    Keys are the M rows of the cache and S spare rows, which only padding tokens at the end of the context reach.
+    Keys are the M rows of the cache and S spare rows, which only padding tokens at the end of the context
+    reach.
     """
     query = op.Unsqueeze(positions, _ints(1, 3))
     total = op.Add(op.Squeeze(op.Shape(positions, start=1, end=2)), _int(context))
@@ -35,7 +36,7 @@ def _mask(positions: Any, context: int, window: int) -> Any:
 
 
 def _append(past: Any, new: Any, slot_ids: Any, start: Any) -> tuple[Any, Any]:
-    """Rows `slot_ids` of the cache with the new tokens at `start`: `[b,Hkv,M+S,D]`; and the whole cache updated."""
+    """The rows' caches with the new tokens at `start` `[b,Hkv,M+S,D]`, and the whole cache updated."""
     context = past.shape[2]
     rows = op.Concat(op.Gather(past, slot_ids, axis=0), new, axis=2)
     rows = op.TensorScatter(rows, new, start, axis=2, mode="linear")
@@ -63,7 +64,7 @@ def attention(
 
 
 def _spelled_out(q, keys, values, mask, sinks, scale: float, softcap: float):
-    """Attention with sink logits or a soft cap: no standard operator has the former (or agrees on the latter)."""
+    """Attention with sink logits, which no operator has, or a soft cap, whose order with masks varies."""
     heads = q.shape[1]
     constant = lambda x: op.CastLike(op.Constant(value_float=x), q)  # noqa: E731
     s = op.Mul(op.MatMul(q, op.Transpose(keys, perm=[0, 1, 3, 2])), constant(scale))
@@ -79,7 +80,7 @@ def _spelled_out(q, keys, values, mask, sinks, scale: float, softcap: float):
 
 
 def _repeat(rows: Any, new: Any, q: Any) -> Any:
-    """Cache rows `[b,Hkv,N,D]` -> `[b,Hq,N,D]`, each head as often as it has queries; `new` has their static shape."""
+    """Cache rows `[b,Hkv,N,D]` -> `[b,Hq,N,D]`: each head as often as it has queries."""
     (_, kv_heads, _, dim), heads = new.shape, q.shape[1]
     if kv_heads == heads:
         return rows
@@ -89,15 +90,12 @@ def _repeat(rows: Any, new: Any, q: Any) -> Any:
 
 def experts(
     x, ids, weights, gate_up, down, gate_up_bias=None, down_bias=None, activation: str = "silu",
-    gated: bool = True, transposed: bool = False, interleaved: bool = False, alpha: float = 1.0, limit: float = 0.0,
-    layer: int = 0,
+    gated: bool = True, transposed: bool = False, interleaved: bool = False, alpha: float = 1.0,
+    limit: float = 0.0, layer: int = 0,
 ):  # fmt: skip
     """Gathers the chosen experts' weights `[T,K,...]` and multiplies: readable, and slow for long inputs."""
     h = _expert_linear(op.Unsqueeze(x, _ints(1)), gate_up, gate_up_bias, ids, transposed)
-    if gated:
-        h = _gate(h, activation, interleaved, alpha, limit)
-    else:
-        h = _activate(h, activation)
+    h = _gate(h, activation, interleaved, alpha, limit) if gated else _activate(h, activation)
     y = _expert_linear(h, down, down_bias, ids, transposed)
     return op.ReduceSum(op.Mul(y, op.Unsqueeze(weights, _ints(2))), _ints(1), keepdims=0)
 

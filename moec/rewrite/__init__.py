@@ -1,4 +1,4 @@
-"""Standard graph -> moec dialect -> the graph of a backend: one file a rule, `pipeline.py` lists the passes."""
+"""Standard graph -> moec dialect -> graph of a backend: a file a rule, the passes in pipeline.py."""
 
 from moec.rewrite.context import RewriteContext
 from moec.rewrite.pipeline import CPU_PASSES, MOEC_PASSES, PASSES, PassReport, run

@@ -25,10 +25,15 @@ ANY = pattern.ANY_VALUE
 
 
 class AttentionRule(Rule):
-    """The exported form of one attention layer; `sinks`, `softcap` and `grouped` choose among its spellings."""
+    """The exported form of one attention layer; `sinks`, `softcap`, `grouped` choose its spelling."""
 
     def __init__(
-        self, context: RewriteContext, notes: list[str], sinks: bool = False, softcap: bool = False, grouped: bool = False
+        self,
+        context: RewriteContext,
+        notes: list[str],
+        sinks: bool = False,
+        softcap: bool = False,
+        grouped: bool = False,
     ) -> None:
         super().__init__(context, notes)
         self.sinks, self.softcap, self.grouped = sinks, softcap, grouped
@@ -48,8 +53,7 @@ class AttentionRule(Rule):
 
     def _spelled_out(self, op, q, keys, values, mask):
         if self.grouped:
-            keys, values = (op.Reshape(op.Expand(op.Unsqueeze(x, ANY), ANY), ANY, _allow_other_attributes=True)
-                            for x in (keys, values))  # fmt: skip
+            keys, values = self._repeated(op, keys), self._repeated(op, values)
         s = op.Mul(op.MatMul(q, op.Transpose(keys, perm=[0, 1, 3, 2])), pattern.Var("scale"))
         if self.softcap:
             s = op.Mul(op.Tanh(op.Div(s, pattern.Var("cap"))), pattern.Var("cap"))
@@ -59,6 +63,9 @@ class AttentionRule(Rule):
         sink = op.Expand(op.Reshape(pattern.Var("sinks"), ANY, _allow_other_attributes=True), ANY)
         p = op.Softmax(op.Concat(s, sink, axis=-1), axis=-1)
         return op.MatMul(op.Slice(p, ANY, ANY, ANY), values)
+
+    def _repeated(self, op, x):
+        return op.Reshape(op.Expand(op.Unsqueeze(x, ANY), ANY), ANY, _allow_other_attributes=True)
 
     def reason(self, q, k, v, past_k, past_v, slot_ids, start, mask, y=None, scale=None, cap=None, **_):
         layer = _layer_of(past_k)
@@ -83,7 +90,9 @@ class AttentionRule(Rule):
         want, layout = self.context.attention(layer), self.context.layouts[layer]
         graph = past_k.graph
         if sinks is None:
-            sinks = add_initializer(graph, f"moec.zeros.{want.num_heads}", np.zeros(want.num_heads, np.float32))
+            sinks = add_initializer(
+                graph, f"moec.zeros.{want.num_heads}", np.zeros(want.num_heads, np.float32)
+            )
         state = [graph_input(graph, f"kv.{layer}.{n}") for n in ("blocks", "ring")]
         rows = [slot_ids, graph_input(graph, "lengths"), graph_input(graph, "num_tokens")]
         calibration = [graph_input(graph, f"kv.{layer}.{n}") for n in ("k_mean", "k_ref", "k_order", "v_ref")]
@@ -222,8 +231,12 @@ def _exchange_caches(model: ir.Model, context: RewriteContext, notes: list[str])
     outputs = [o for o in graph.outputs if not o.name.startswith("kv.")]
     for a in context.geometry.attention:
         if a.layer not in nodes:
-            why = [n for n in notes if n.startswith(f"attention layer {a.layer}:")] or ["its form is not known"]
-            raise MoecError(f"attention layer {a.layer} cannot be rewritten: {why[-1].partition(': ')[2] or why[-1]}")
+            why = [n for n in notes if n.startswith(f"attention layer {a.layer}:")] or [
+                "its form is not known"
+            ]
+            raise MoecError(
+                f"attention layer {a.layer} cannot be rewritten: {why[-1].partition(': ')[2] or why[-1]}"
+            )
         node = nodes[a.layer]
         _describe(node, a, graph)
         outputs += node.outputs[1:]

@@ -47,7 +47,7 @@ OTHER = ("", "something else")
 
 
 class Rule(pattern.RewriteRuleClassBase):
-    """A rewrite rule with a context. `check` returns None when the rule applies, else a sentence that says why not.
+    """A rewrite rule with a context: `reason` returns None where it applies, else where and why not.
 
     Subclasses define `pattern`, `reason` and `rewrite`; `notes` collects "where: reason".
     """

@@ -40,7 +40,14 @@ class DenseRule(Rule):
         n, k = weight.shape
         inputs = [x, codes, scales, *([None, None, bias] if bias is not None else [])]
         return op.MatMulNBits(
-            *inputs, K=k, N=n, bits=bits, block_size=GROUP, accuracy_level=4, _domain="com.microsoft", _version=1
+            *inputs,
+            K=k,
+            N=n,
+            bits=bits,
+            block_size=GROUP,
+            accuracy_level=4,
+            _domain="com.microsoft",
+            _version=1,
         )
 
     def _bf16(self, op, x, weight, bias):

@@ -27,6 +27,7 @@ class EmbeddingRule(Rule):
             codes, ids, op.Unsqueeze(scales, axis),
             bits=8, block_size=GROUP, gather_axis=0, quantize_axis=2, _domain="com.microsoft", _version=1,
         )  # fmt: skip
+        rows.type, rows.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(("b", "S", *codes.shape[1:]))
         hidden = weight.shape[1]
         flat = op.Reshape(rows, op.Constant(value=ir.tensor(np.array([0, 0, codes.shape[1] * GROUP]))))
         if hidden % GROUP == 0:

@@ -84,8 +84,9 @@ class ExpertsRule(Rule):
         m = self.context.moe_by_weight(gate_up.name)
         graph = gate_up.graph
         out, *_ = op.Experts(
-            x, graph_input(graph, "num_tokens"), op.Cast(ids, to=ir.DataType.INT32), weights, *store_inputs(graph, m),
-            **expert_attributes(m, self.context), _domain="moec", _version=1, _outputs=3,
+            x, graph_input(graph, "num_tokens"), op.Cast(ids, to=ir.DataType.INT32), weights,
+            *store_inputs(graph, m), **expert_attributes(m, self.context),
+            _domain="moec", _version=1, _outputs=3,
         )  # fmt: skip
         return out
 
@@ -145,7 +146,9 @@ def lower_experts(model: ir.Model, context: RewriteContext, notes: list[str]) ->
     found = {n.attributes["layer"].as_int(): n for n in model.graph if n.op_type == "Experts"}
     for m in context.geometry.moe:
         if m.layer not in found:
-            why = [n for n in notes if n.startswith(f"experts of layer {m.layer}:")] or ["its form is not known"]
+            why = [n for n in notes if n.startswith(f"experts of layer {m.layer}:")] or [
+                "its form is not known"
+            ]
             raise MoecError(f"experts of layer {m.layer} cannot be rewritten: {why[-1]}")
         describe(found[m.layer], f"experts.{m.layer}")
     return count

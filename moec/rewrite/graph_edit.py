@@ -34,7 +34,7 @@ def _forget_shapes(value: ir.Value, stop: ir.Value) -> None:
 
 
 def with_functions(model: ir.Model) -> ir.Model:
-    """Attaches the generated function bodies of all moec operators, in place: stock ONNX Runtime runs the result."""
+    """Attaches function bodies of all moec operators, in place, so that stock ONNX Runtime runs it."""
     from moec.dialect.functions import attach
 
     attach(model)

@@ -12,8 +12,10 @@ TRANSFORM = "moec.transform"  # metadata key on an initializer: int4 | int8 | bf
 _CODE_BYTES = {"int4": GROUP // 2, "int8": GROUP}
 
 
-def stored(graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...], transform: str) -> ir.Value:
-    """The initializer `name` (without data) of a tensor in weights.safetensors; shared by all who ask for it."""
+def stored(
+    graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...], transform: str
+) -> ir.Value:
+    """The initializer `name`, without data, of a tensor in weights.safetensors; made once."""
     if name in graph.initializers:
         return graph.initializers[name]
     value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))

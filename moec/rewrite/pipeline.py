@@ -12,6 +12,7 @@ from pathlib import Path
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from moec.dialect import schemas
 from moec.rewrite import attention, dense, embedding, experts, layout, router, stored
 from moec.rewrite.context import RewriteContext
 from moec.rewrite.golden import graph_text
@@ -95,6 +96,7 @@ def _apply(step: Pass, model: ir.Model, context: RewriteContext) -> PassReport:
     applied = step.apply(model, context, notes)
     model.graph.opset_imports["moec"] = OPSET
     clean(model)
+    infer(model)
     return PassReport(step.name, applied, time.perf_counter() - start, list(dict.fromkeys(notes)))
 
 
@@ -107,8 +109,15 @@ def clean(model: ir.Model) -> None:
     common.TopologicalSortPass()(model)
 
 
+def infer(model: ir.Model) -> None:
+    """Types and shapes of the values that rules made."""
+    schemas.register()
+    with placeholders(model):
+        common.ShapeInferencePass()(model)
+
+
 def dump(model: ir.Model, folder: str | os.PathLike[str], name: str) -> None:
-    """Writes `name`.onnx (graph only: parameters without data point at a file that is not there) and `name`.txt."""
+    """Writes `name`.onnx (the graph only: its weights are not there) and `name`.txt."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with placeholders(model):
@@ -118,7 +127,7 @@ def dump(model: ir.Model, folder: str | os.PathLike[str], name: str) -> None:
 
 @contextmanager
 def placeholders(model: ir.Model, location: str = "weights.safetensors") -> Iterator[None]:
-    """Parameters without data become external tensors while the context is open, so the graph can be serialised."""
+    """Makes parameters without data external tensors for a while, so the graph can be serialised."""
     empty = [v for v in model.graph.initializers.values() if v.const_value is None]
     for v in empty:
         v.const_value = ir.ExternalTensor(location, 0, None, v.dtype, shape=v.shape, name=v.name)

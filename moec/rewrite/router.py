@@ -13,11 +13,6 @@ from moec.rewrite.experts import describe
 from moec.rewrite.router_fit import Fit, fit_router
 from moec.rewrite.subgraph import Slice, backward_slice, views_of
 
-_SHARED = (
-    "num_experts top_k activation gated alpha limit weight_format group_size intermediate_size has_bias tile_layout "
-    "horizon num_slots compute layer version"
-).split()
-
 
 class RouterRule(Rule):
     """Matches any Experts node and identifies what makes its ids and weights by running it."""
@@ -53,10 +48,15 @@ class RouterRule(Rule):
         graph = experts.graph
         e, h = fit.weight.shape
         predictor = add_initializer(graph, f"moec.zeros.1x{h}", np.zeros((1, h), np.float32))
-        router = [fit.weight, _vector(op, graph, fit.bias, e), _vector(op, graph, fit.selection_bias, e), predictor]
+        router = [
+            fit.weight,
+            _vector(op, graph, fit.bias, e),
+            _vector(op, graph, fit.selection_bias, e),
+            predictor,
+        ]
         return op.PipelinedMoE(
             hidden, num_tokens, *router, experts, residency, staging,
-            **{n: old[n].value for n in _SHARED}, **_attributes(fit.config), predictor_rows=0,
+            **{n: a.value for n, a in old.items()}, **_attributes(fit.config), predictor_rows=0,
             _domain="moec", _version=1, _outputs=3,
         )  # fmt: skip
 

@@ -1,8 +1,9 @@
-"""Identifies a router by running it: which member of one parametrised family gives the same experts and weights?
+"""Identifies a router by running it: which one of a parametrised family gives the same result?
 
-The structure of routers differs too much between families (and their versions) for patterns. Everything between the
-tokens and the experts' ids and weights is run in ONNX Runtime on random tokens and compared with
-`moec.reference.routing`. Weights that are not in memory are replaced by random ones: only the function counts.
+The structure of routers differs too much between families (and their versions) for patterns. Everything
+between the tokens and the experts' ids and weights is run in ONNX Runtime on random tokens and compared
+with `moec.reference.routing`. Weights that are not in memory are replaced by random ones: only the function
+counts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Fit:
 
 @dataclass
 class _Observed:
-    """What the slice computed: experts and weights of every token as one dense `[T,E]` matrix, and the logits' parts."""
+    """What the slice computed: the weights as a dense `[T,E]` matrix; and the logits' parts."""
 
     dense: np.ndarray
     product: np.ndarray
@@ -51,7 +52,9 @@ def fit_router(part: Slice, num_experts: int, top_k: int, hint: RouterConfig | N
     Returns:
         The fit, or a sentence that says what was found instead.
     """
-    weights = [p for p in part.parameters if _floats(p) and len(p.shape) == 2 and p.shape[0] == num_experts > 1]
+    weights = [
+        p for p in part.parameters if _floats(p) and len(p.shape) == 2 and p.shape[0] == num_experts > 1
+    ]
     weights = [w for w in weights if w.shape[1] > 1]
     if len(weights) != 1:
         return f"the slice has {len(weights)} matrices of {num_experts} rows instead of one"

@@ -1,4 +1,4 @@
-"""Marks the parameters that no other pass took (norms, biases, routers) as fp32 tensors of weights.safetensors."""
+"""Marks the parameters that no pass took (norms, biases, routers) as fp32 tensors."""
 
 from __future__ import annotations
 

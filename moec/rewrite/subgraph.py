@@ -13,7 +13,7 @@ _VIEWS = ("Reshape", "Identity", "Cast", "Flatten", "Squeeze", "Unsqueeze")
 
 @dataclass
 class Slice:
-    """Nodes between `inputs` and the outputs that were asked for, in graph order; `parameters` are initializers."""
+    """Nodes between `inputs` and `outputs`, in graph order; `parameters` are initializers."""
 
     nodes: list[ir.Node]
     inputs: list[ir.Value]

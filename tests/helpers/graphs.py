@@ -23,7 +23,7 @@ def session(path: str | Path, library: str | Path | None = None) -> ort.Inferenc
 
 
 class Stepper:
-    """Feeds chunks of tokens to slots of a graph and keeps its state tensors (any `X` with an output `X.out`)."""
+    """Feeds tokens to slots of a graph and keeps its state (any input `X` with an output `X.out`)."""
 
     def __init__(self, sess: ort.InferenceSession, constants: Mapping[str, np.ndarray] | None = None) -> None:
         self.sess, self.constants = sess, dict(constants or {})
@@ -37,7 +37,7 @@ class Stepper:
         self.lengths = np.zeros(lengths.shape, np.int32)
 
     def step(self, rows: list[tuple[int, np.ndarray]], width: int | None = None) -> np.ndarray:
-        """Appends tokens to slots, one (slot, tokens) pair a row, padded to `width`; returns the logits output."""
+        """Appends tokens to slots, a (slot, tokens) pair a row, padded to `width`; returns the logits."""
         width = width or max(len(t) for _, t in rows)
         ids = np.zeros((len(rows), width), np.int32)
         for r, (_, tokens) in enumerate(rows):
@@ -55,9 +55,10 @@ class Stepper:
 
 
 def two_slots(stepper: Stepper, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Prefills slot 1 with a and slot 0 with b (other length, other order), then decodes both; logits `[n,V]` of each.
+    """Prefills slot 1 with a and slot 0 with b, then decodes both in the other order; logits `[5,V]` each.
 
-    The first row of each result is after the prefill of all but four tokens, then one row for each of the four.
+    The first row of each result is after the prefill of all but four tokens, then one row for each of the
+    four.
     """
     n = 4
     out = stepper.step([(1, a[:-n]), (0, b[:-n])])

@@ -1,0 +1,78 @@
+"""Quantized dense layers and embeddings against transformers holding the dequantized weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from moec import native
+from moec.reference.weights import dequantize_int4, dequantize_int8, quantize_int4, quantize_int8
+from moec.rewrite import run
+from tests.helpers.built import build_graph
+from tests.helpers.captured import captured, checkpoint
+from tests.helpers.graphs import Stepper, random_texts, reference_logits, session, two_slots
+from tests.rewrite.test_pipeline import context, needs_library
+
+
+def _rounded_model(built):
+    """transformers with the weights that the graph's codes stand for."""
+    model = checkpoint("qwen2_moe").load_torch()
+    kinds = {n: v.metadata_props["moec.transform"] for n, v in built.model.graph.initializers.items()
+             if "moec.transform" in v.metadata_props}  # fmt: skip
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            weight, kind = tensor.numpy(), kinds.get(name + ".codes")
+            if kind == "int4":
+                tensor.copy_(torch.from_numpy(dequantize_int4(*quantize_int4(weight), weight.shape[1])))
+            elif kind == "int8":
+                tensor.copy_(torch.from_numpy(dequantize_int8(*quantize_int8(weight), weight.shape[1])))
+    return model
+
+
+@needs_library
+def test_int4_and_int8_weights(tmp_path):
+    built = build_graph(checkpoint("qwen2_moe"), tmp_path, captured=captured("qwen2_moe"), weights="int4")
+    model = _rounded_model(built)
+    texts = random_texts(11, built.geometry)
+    stepper = Stepper(session(built.save("n.onnx"), native.cpu_library()), built.constants)
+    for got, text in zip(two_slots(stepper, *texts), texts, strict=True):
+        want = reference_logits(model, text)
+        # MatMulNBits rounds activations to 8 bits (accuracy level 4); a wrong scale or layout is off by far more.
+        error = np.abs(got - want) / np.abs(want).max()
+        assert np.median(error) < 0.02
+
+
+def test_which_layer_gets_which_format():
+    model = captured("qwen2_moe").model.clone()
+    run(model, context("qwen2_moe"))
+    nodes = [n for n in model.graph if n.op_type == "MatMulNBits"]
+    bits = {n.inputs[1].name: n.attributes["bits"].value for n in nodes}
+    assert bits.pop("model.embed_tokens.weight.codes") == 8  # the tied output projection
+    assert set(bits.values()) == {4}
+    assert len(nodes) == 15
+    biased = [n for n in nodes if len(n.inputs) == 6]
+    assert sorted({n.inputs[5].name.split(".")[-2] for n in biased}) == ["k_proj", "q_proj", "v_proj"]
+    gather = next(n for n in model.graph if n.op_type == "GatherBlockQuantized")
+    assert gather.inputs[0].name == "model.embed_tokens.weight.codes"
+
+
+def test_bf16_keeps_routers_and_gates_in_fp32():
+    model = captured("qwen2_moe").model.clone()
+    run(model, context("qwen2_moe", weights="bf16"))
+    kinds = {n: v.metadata_props.get("moec.transform") for n, v in model.graph.initializers.items()}
+    assert kinds["model.layers.0.mlp.gate.weight"] == "f32"
+    assert kinds["model.layers.0.mlp.shared_expert_gate.weight"] == "f32"
+    assert kinds["model.layers.0.self_attn.q_proj.weight"] == "bf16"
+    assert kinds["model.embed_tokens.weight"] == "bf16"
+    assert kinds["model.norm.weight"] == "f32"
+
+
+@pytest.mark.parametrize("weights", ["int4", "bf16"])
+def test_every_parameter_says_how_it_is_stored(weights):
+    for family in ("qwen2_moe", "gpt_oss", "deepseek_v3"):
+        model = captured(family).model.clone()
+        run(model, context(family, weights=weights))
+        for name, value in model.graph.initializers.items():
+            if value.const_value is None:
+                assert value.metadata_props.get("moec.transform") in ("int4", "int8", "bf16", "f32"), name

@@ -1,0 +1,39 @@
+"""The graphs in graphs/ are what the tiny models give today. MOEC_UPDATE_GOLDEN=1 rewrites them for review."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from moec.rewrite import MOEC_PASSES, run
+from moec.rewrite.golden import graph_text
+from tests.helpers.captured import captured
+from tests.rewrite.test_pipeline import context
+
+FOLDER = Path(__file__).parents[2] / "graphs"
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe"])
+@pytest.mark.parametrize("stage", ["exported", "rewritten"])
+def test_golden_text(family, stage):
+    model = captured(family).model.clone()
+    if stage == "rewritten":
+        run(model, context(family), passes=MOEC_PASSES)
+    path, text = FOLDER / family / f"{stage}.txt", graph_text(model)
+    if os.environ.get("MOEC_UPDATE_GOLDEN"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == text, (
+        f"{path} differs: MOEC_UPDATE_GOLDEN=1, then review the diff"
+    )
+
+
+def test_text_says_what_changes():
+    model = captured("qwen2_moe").model.clone()
+    before = graph_text(model)
+    assert before == graph_text(captured("qwen2_moe").model.clone())
+    softmax = next(n for n in model.graph if n.op_type == "Softmax")
+    softmax.attributes["axis"] = type(softmax.attributes["axis"])("axis", softmax.attributes["axis"].type, 0)
+    assert before != graph_text(model)
