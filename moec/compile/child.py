@@ -25,6 +25,7 @@ from moec.errors import MoecError
 
 # Names in the working directory, the same in every build: their lengths are part of the heap's layout.
 LOWERED, PLAN = "lowered.onnx", "engine.plan"
+_SETTLE_SECONDS = 0.1  # until the main thread waits, so that memory is mapped in one order
 _ADDR_NO_RANDOMIZE, _QUERY_PERSONALITY = 0x0040000, 0xFFFFFFFF
 # Share of the build after which each step of the top phase ends, as measured on graphs of 2 to 64 layers.
 _STEP_ENDS = (0.01, 0.01, 0.03, 0.03, 0.97, 1.0)
@@ -189,6 +190,7 @@ def main(arguments: list[str]) -> int:
 
 def answer(adapter: Adapter, library: str, request: dict[str, Any], channel: Channel) -> None:
     """Build, and send the result or the error."""
+    time.sleep(_SETTLE_SECONDS)
     try:
         channel.send(result=build(adapter, library, request, channel))
     except MoecError as error:

@@ -115,7 +115,9 @@ def _run_child(
 
 def _environment() -> dict[str, str]:
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-    return os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
+    # Without its per-thread cache, malloc never gives one thread what another allocated and this one freed.
+    tunables = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
+    return os.environ | tunables | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
 
 
 def _follow(lines: Any, on_progress: OnProgress | None) -> dict[str, Any]:
