@@ -12,7 +12,12 @@ from onnxscript.optimizer._constant_folding import (
     FoldConstantsPass,
 )
 from onnxscript.rewriter import pattern
-from onnxscript.rewriter.rules.common import _basic_rules, _collapse_slices, _no_op
+from onnxscript.rewriter.rules.common import (
+    _basic_rules,
+    _collapse_slices,
+    _materialize_reshape_shape,
+    _no_op,
+)
 from onnxscript.rewriter.rules.fusion._rms_normalization import rms_normalization_ruleset
 from onnxscript.rewriter.rules.fusion._rotary_embedding import RotaryEmbedding23Fusion, _rotate_half_pattern
 
@@ -57,7 +62,8 @@ def _fold(model: ir.Model) -> None:
         output_size_limit=DEFAULT_CONSTANT_FOLD_OUTPUT_SIZE_LIMIT,
     )(model)
     rules = [_basic_rules.squeeze_reshape_1d_rule, _basic_rules.unsqueeze_unsqueeze_rule]
-    pattern.RewriteRuleSet([*rules, *_no_op.rules, *_collapse_slices.rules]).apply_to_model(model)
+    rules += [*_no_op.rules, *_collapse_slices.rules, *_materialize_reshape_shape.rules]
+    pattern.RewriteRuleSet(rules).apply_to_model(model)
     common.IdentityEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)

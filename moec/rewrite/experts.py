@@ -11,15 +11,7 @@ from onnxscript.rewriter import pattern
 from moec.bundle.geometry import MoELayer
 from moec.errors import MoecError
 from moec.reference.experts import BlobLayout
-from moec.rewrite.context import (
-    RewriteContext,
-    Rule,
-    add_initializer,
-    add_input,
-    attribute,
-    graph_input,
-    scalar,
-)
+from moec.rewrite.context import OTHER, RewriteContext, Rule, add_initializer, add_input, graph_input, scalar
 
 ANY = pattern.ANY_VALUE
 
@@ -69,6 +61,8 @@ class ExpertsRule(Rule):
         m = self.context.moe_by_weight(gate_up.name)
         if m is None:
             return f"experts {gate_up.name}", "they are not in the geometry"
+        if _form(m) != _form(self.form):
+            return OTHER  # the rule of another layer's form
         where = f"experts of layer {m.layer}"
         if down.name != m.down:
             return where, f"the second projection is {down.name}, not {m.down}"
@@ -89,6 +83,11 @@ class ExpertsRule(Rule):
             _domain="moec", _version=1, _outputs=3,
         )  # fmt: skip
         return out
+
+
+def _form(m: MoELayer) -> tuple[Any, ...]:
+    """What decides on the pattern."""
+    return m.transposed, m.interleaved, m.gated, m.activation, m.has_bias
 
 
 def store_inputs(graph: ir.Graph, m: MoELayer) -> list[ir.Value]:
@@ -136,12 +135,11 @@ def lower_experts(model: ir.Model, context: RewriteContext, notes: list[str]) ->
     Raises:
         MoecError: A layer does not match.
     """
-    forms: dict[tuple[Any, ...], MoELayer] = {}
+    forms = {_form(m): m for m in context.geometry.moe}
     for m in context.geometry.moe:
         blob = BlobLayout(context.experts, m.hidden_size, m.intermediate_size, m.gated, m.has_bias)
         shape = (m.num_experts, blob.blob_bytes)
         add_input(model.graph, f"moe.{m.layer}.experts", ir.DataType.INT8, shape)
-        forms[m.transposed, m.interleaved, m.gated, m.activation, m.has_bias] = m
     count = sum(ExpertsRule(context, notes, form).apply(model) for form in forms.values())
     found = {n.attributes["layer"].as_int(): n for n in model.graph if n.op_type == "Experts"}
     for m in context.geometry.moe:
@@ -152,6 +150,3 @@ def lower_experts(model: ir.Model, context: RewriteContext, notes: list[str]) ->
             raise MoecError(f"experts of layer {m.layer} cannot be rewritten: {why[-1]}")
         describe(found[m.layer], f"experts.{m.layer}")
     return count
-
-
-__all__ = ["ExpertsRule", "attribute", "describe", "expert_attributes", "lower_experts", "store_inputs"]

@@ -8,12 +8,8 @@ import pytest
 
 from moec.errors import MoecError
 from moec.frontend import capture, save_exported
-from tests.helpers.captured import BATCH, CONTEXT, captured, checkpoint
+from tests.helpers.captured import ALL_FAMILIES, BATCH, CONTEXT, FAMILIES, captured, checkpoint
 from tests.helpers.graphs import Stepper, random_texts, reference_logits, session, two_slots
-
-DEFAULT = ("qwen2_moe", "gpt_oss", "deepseek_v3")
-MORE = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "granitemoe", "glm4_moe", "phimoe", "minimax_m2", "ernie4_5_moe", "llama4_text"]
-FAMILIES = [*DEFAULT, *(pytest.param(f, marks=pytest.mark.slow) for f in MORE)]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +26,7 @@ def exported(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_two_slots_of_unequal_length_equal_transformers(family, exported):
     seed = int(np.random.default_rng().integers(1 << 30))
     print("seed", seed)
@@ -41,7 +37,7 @@ def test_two_slots_of_unequal_length_equal_transformers(family, exported):
         np.testing.assert_allclose(got, reference_logits(model, text), atol=2e-5)
 
 
-@pytest.mark.parametrize("family", DEFAULT)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_graph_passes_the_full_checker(family, exported):
     onnx.checker.check_model(str(exported(family)), full_check=True)
 
@@ -61,7 +57,7 @@ def test_contract_of_names_and_shapes():
     assert [o.name for o in graph.outputs][:3] == ["logits", "kv.0.key.out", "kv.0.value.out"]
 
 
-@pytest.mark.parametrize("family", DEFAULT)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_keep_their_names_and_have_no_data(family):
     ckpt, graph = checkpoint(family), captured(family).model.graph
     empty = {n: tuple(v.shape) for n, v in graph.initializers.items() if v.const_value is None}
@@ -69,7 +65,7 @@ def test_parameters_keep_their_names_and_have_no_data(family):
 
 
 def test_only_standard_operators():
-    assert {n.domain for f in DEFAULT for n in captured(f).model.graph} == {""}
+    assert {n.domain for f in FAMILIES for n in captured(f).model.graph} == {""}
 
 
 def test_fusions_leave_readable_operators():

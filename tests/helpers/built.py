@@ -39,7 +39,8 @@ class Built:
 
 def build_graph(
     ckpt: Checkpoint, folder: Path, *, kv: str = "fp32", weights: str = "bf16", experts: str = "bf16",
-    compute: str = "fp32", batch: int = 2, context: int = 64, passes: tuple[Pass, ...] = PASSES, captured: Captured | None = None,
+    compute: str = "fp32", batch: int = 2, context: int = 64,
+    passes: tuple[Pass, ...] = PASSES, captured: Captured | None = None,
 ) -> Built:  # fmt: skip
     """Everything from the checkpoint to a graph that a session can load from `folder`."""
     captured = captured or capture(ckpt, batch, context)

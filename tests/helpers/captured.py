@@ -6,6 +6,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from moec.checkpoint import Checkpoint, open_checkpoint
 from moec.frontend import Captured, capture
 from tests.helpers.tiny import tiny_checkpoint
@@ -30,3 +32,15 @@ _FOLDERS: list[tempfile.TemporaryDirectory] = []
 def captured(family: str, seed: int = 0) -> Captured:
     """Its exported graph for 2 slots of 64 tokens."""
     return capture(checkpoint(family, seed), BATCH, CONTEXT)
+
+
+FAMILIES = ("qwen2_moe", "gpt_oss", "deepseek_v3")
+"""Families of the default run: plain; sinks, window, biases; latent attention, expert groups."""
+
+MORE_FAMILIES = (
+    "mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "granitemoe", "glm4_moe", "phimoe", "minimax_m2",
+    "ernie4_5_moe", "llama4_text",
+)  # fmt: skip
+"""Families of the slow test run."""
+
+ALL_FAMILIES = [*FAMILIES, *(pytest.param(f, marks=pytest.mark.slow) for f in MORE_FAMILIES)]

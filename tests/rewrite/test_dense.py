@@ -38,7 +38,7 @@ def test_int4_and_int8_weights(tmp_path):
     stepper = Stepper(session(built.save("n.onnx"), native.cpu_library()), built.constants)
     for got, text in zip(two_slots(stepper, *texts), texts, strict=True):
         want = reference_logits(model, text)
-        # MatMulNBits rounds activations to 8 bits (accuracy level 4); a wrong scale or layout is off by far more.
+        # MatMulNBits rounds activations to 8 bits; a wrong scale or layout is off by far more.
         error = np.abs(got - want) / np.abs(want).max()
         assert np.median(error) < 0.02
 

@@ -1,4 +1,4 @@
-"""The graphs in graphs/ are what the tiny models give today. MOEC_UPDATE_GOLDEN=1 rewrites them for review."""
+"""The graphs in graphs/ are what tiny models give today. MOEC_UPDATE_GOLDEN=1 rewrites them."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from tests.rewrite.test_pipeline import context
 
 WANT = {
     "qwen2_moe": dict(scoring="softmax", renormalize=1, num_groups=1, routed_scale=1.0),
-    "gpt_oss": dict(scoring="softmax_after_topk", renormalize=0, num_groups=1, routed_scale=1.0),
+    # softmax over the chosen logits is the same function as softmax over all, renormalised
+    "gpt_oss": dict(scoring="softmax", renormalize=1, num_groups=1, routed_scale=1.0),
     "deepseek_v3": dict(
         scoring="sigmoid", renormalize=1, num_groups=2, topk_groups=1, group_score="top2", routed_scale=2.5
     ),
