@@ -1,26 +1,24 @@
-"""Run calibration text through the transformers model and fit every quantized layer's static tensors."""
+"""Run calibration text through the model and fit every quantized layer's static tensors."""
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moec.bundle.geometry import Geometry
+from moec.bundle.geometry import AttentionLayer, Geometry
 from moec.calibrate.fit import fit_layer
 from moec.calibrate.statistics import LayerStatistics
-from moec.calibrate.text import WINDOW, read_text, tokenize, windows
+from moec.calibrate.text import HELD_BACK_WINDOW, WINDOW, divide, read_text, tokenize, windows
 from moec.checkpoint import Checkpoint
 from moec.errors import MoecError
 from moec.reference.kv_cache import Calibration, neutral_calibration
 from moec.reference.kv_layout import KVLayout
 
-_HOOK = "moec_calibrate"
+MAX_HELD_BACK_WINDOWS = 2
 OnProgress = Callable[[int, int], None]
 
 
@@ -30,7 +28,13 @@ def neutral(layouts: Mapping[int, KVLayout]) -> dict[str, np.ndarray]:
     Returns:
         `kv.{layer}.k_mean`, `.k_ref`, `.k_order`, `.v_ref` for every layer of `layouts`.
     """
-    return _named({layer: neutral_calibration(layout) for layer, layout in layouts.items()})
+    return named_tensors({layer: neutral_calibration(layout) for layer, layout in layouts.items()})
+
+
+def named_tensors(calibrations: Mapping[int, Calibration]) -> dict[str, np.ndarray]:
+    """Calibrations by layer -> `kv.{layer}.k_mean`, `.k_ref`, `.k_order`, `.v_ref`."""
+    fields = ("k_mean", "k_ref", "k_order", "v_ref")
+    return {f"kv.{layer}.{f}": getattr(c, f) for layer, c in calibrations.items() for f in fields}
 
 
 def calibrate(
@@ -42,101 +46,112 @@ def calibrate(
 ) -> dict[str, np.ndarray]:
     """Calibration tensors of every layer, fitted on text.
 
-    The model runs in fp32 with eager attention over at most 16 windows of 512 tokens; a hook behind RoPE
-    sees q, k and v. Layers without quantized blocks get neutral tensors; without any, nothing is run.
+    The model runs in fp32 over at most 16 windows of 512 tokens, one decoder layer in memory at a time; a
+    hook behind RoPE sees q, k and v. Layers without quantized blocks get neutral tensors; without any,
+    nothing is run.
 
     Args:
         checkpoint: The opened checkpoint.
         geometry: Its shapes.
         layouts: Cache layout of each attention layer.
         text_files: UTF-8 files; None takes the shipped text.
-        on_progress: Called with (windows done, windows in all).
+        on_progress: Called with (decoder layers done, decoder layers in all).
 
     Returns:
         `kv.{layer}.k_mean` f32 `[Hkv,Dk]`, `.k_ref` f32, `.k_order` i32 (all in permuted order),
         `.v_ref` f32 `[Hkv,ng]`.
 
     Raises:
-        MoecError: unusable text or tokenizer, too little memory, or a layer that computes NaN.
+        MoecError: unusable text or tokenizer, or a layer that computes NaN.
     """
-    quantized = {layer: layout for layer, layout in layouts.items() if layout.quantized}
-    statistics = {layer: LayerStatistics(layout) for layer, layout in quantized.items()}
-    if quantized:
-        check_memory(checkpoint)
-        ids = tokenize(checkpoint.path, read_text(text_files))
-        size = min(WINDOW, geometry.max_context)
-        _observe(checkpoint, statistics, windows(ids, size, geometry.vocab_size), on_progress)
-    soft_capped = {a.layer for a in geometry.attention if a.softcap}
-    fitted = {layer: fit_layer(s, centre=layer not in soft_capped) for layer, s in statistics.items()}
-    return neutral({k: v for k, v in layouts.items() if k not in quantized}) | _named(fitted)
+    if not any(layout.quantized for layout in layouts.values()):
+        return neutral(layouts)
+    text = read_windows(checkpoint, geometry, text_files)
+    statistics = observe(checkpoint, layouts, text.calibration, on_progress)
+    return named_tensors(fit_layers(geometry, layouts, statistics))
 
 
-def check_memory(checkpoint: Checkpoint, meminfo: Path = Path("/proc/meminfo")) -> None:
-    """Refuse to load a model in fp32 that the machine has no memory for, instead of being killed.
+@dataclass(frozen=True)
+class TextWindows:
+    """Windows of token ids, int64 `[n,S]`: what is fitted on, and text that the fit does not see."""
+
+    calibration: np.ndarray
+    held_back: np.ndarray
+
+
+def read_windows(
+    checkpoint: Checkpoint, geometry: Geometry, text_files: Sequence[str | Path] | None
+) -> TextWindows:
+    """The text by the checkpoint's tokenizer, cut into windows.
 
     Raises:
-        MoecError: less memory is available (by Linux' own estimate; elsewhere nothing is checked).
+        MoecError: unusable text or tokenizer.
     """
-    names = {checkpoint.canonical(name) for name in checkpoint.param_names()}
-    needed = 4 * sum(math.prod(checkpoint.shape(name)) for name in names)
-    lines = meminfo.read_text().splitlines() if meminfo.is_file() else []
-    available = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    if available and available[0] < needed:
-        what = f"Calibration runs the model in fp32 and needs {needed / 1e9:.1f} GB of memory"
-        hint = "Build on a machine with more memory, or with --kv fp16, which needs no calibration."
-        raise MoecError(f"{what}, {available[0] / 1e9:.1f} GB are available", hint=hint)
+    ids = tokenize(checkpoint.path, read_text(text_files))
+    fitted, held_back = divide(ids)
+    size = min(WINDOW, geometry.max_context)
+    longer = min(HELD_BACK_WINDOW, geometry.max_context)
+    return TextWindows(
+        np.stack(windows(fitted, size, geometry.vocab_size)),
+        np.stack(windows(held_back, longer, geometry.vocab_size, MAX_HELD_BACK_WINDOWS)),
+    )
 
 
-def _named(calibrations: Mapping[int, Calibration]) -> dict[str, np.ndarray]:
-    fields = ("k_mean", "k_ref", "k_order", "v_ref")
-    return {f"kv.{layer}.{f}": getattr(c, f) for layer, c in calibrations.items() for f in fields}
-
-
-def _observe(
+def observe(
     checkpoint: Checkpoint,
-    statistics: Mapping[int, LayerStatistics],
-    batches: Sequence[np.ndarray],
-    on_progress: OnProgress | None,
-) -> None:
+    layouts: Mapping[int, KVLayout],
+    ids: np.ndarray,
+    on_progress: OnProgress | None = None,
+) -> dict[int, LayerStatistics]:
+    """Statistics of every layer with blocks over windows int64 `[n,S]`.
+
+    Raises:
+        MoecError: a layer computes NaN or infinity.
+    """
     import torch
 
-    with _hooked(statistics):
-        model = checkpoint.load_torch(attn_implementation=_HOOK)
-        body = getattr(model, "model", model)  # logits are not needed
-        for done, ids in enumerate(batches, 1):
-            with torch.inference_mode():
-                body(input_ids=torch.from_numpy(ids)[None], use_cache=False)
-            _check(statistics)
-            if on_progress is not None:
-                on_progress(done, len(batches))
+    from moec.calibrate.streaming import StreamedModel, eager
+
+    statistics = {layer: LayerStatistics(x) for layer, x in layouts.items() if x.quantized}
+    model = StreamedModel(checkpoint, on_progress)
+
+    def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        seen = statistics.get(module.layer_idx)
+        if seen is not None:
+            seen.add(*arrays(seen.layout, query, key, value))
+            _check(module.layer_idx, seen)
+        return eager(module, query, key, value, mask, **options)
+
+    model.attention = attention
+    model.hidden(torch.from_numpy(ids))
+    return statistics
 
 
-def _check(statistics: Mapping[int, LayerStatistics]) -> None:
-    for layer, seen in statistics.items():
-        if not seen.is_finite():
-            raise MoecError(
-                "The model computes NaN or infinity on the calibration text", where=f"layer {layer}"
-            )
+def arrays(layout: KVLayout, query: Any, key: Any, value: Any) -> Iterable[np.ndarray]:
+    """One window's tensors `[1,H,S,D]` as float32 `[H,S,D]`; padding that some families add is cut off."""
+    parts = query, key[..., : layout.k_dim], value[..., : layout.v_dim]
+    return (x[0].float().numpy() for x in parts)
 
 
-@contextmanager
-def _hooked(statistics: Mapping[int, LayerStatistics]) -> Iterator[None]:
-    """Register an attention function that records and then calls the model's own eager attention."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+def fit_layers(
+    geometry: Geometry, layouts: Mapping[int, KVLayout], statistics: Mapping[int, LayerStatistics]
+) -> dict[int, Calibration]:
+    """The calibration of every layer for its layout; neutral where it has no blocks."""
+    result = {}
+    for layer, layout in layouts.items():
+        if layout.quantized:
+            centre = not attention_layer(geometry, layer).softcap
+            result[layer] = fit_layer(statistics[layer], layout=layout, centre=centre)
+        else:
+            result[layer] = neutral_calibration(layout)
+    return result
 
-    def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if module.layer_idx in statistics:
-            layout = statistics[module.layer_idx].layout
-            parts = (query, key[..., : layout.k_dim], value[..., : layout.v_dim])
-            statistics[module.layer_idx].add(*(x[0].float().numpy() for x in parts))
-        eager = sys.modules[type(module).__module__].eager_attention_forward
-        return eager(module, query, key, value, *args, **kwargs)
 
-    ALL_ATTENTION_FUNCTIONS.register(_HOOK, attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(_HOOK, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-    try:
-        yield
-    finally:
-        ALL_ATTENTION_FUNCTIONS._global_mapping.pop(_HOOK, None)
-        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(_HOOK, None)
+def attention_layer(geometry: Geometry, layer: int) -> AttentionLayer:
+    """The attention layer with that index."""
+    return next(a for a in geometry.attention if a.layer == layer)
+
+
+def _check(layer: int, seen: LayerStatistics) -> None:
+    if not seen.is_finite():
+        raise MoecError("The model computes NaN or infinity on the calibration text", where=f"layer {layer}")

@@ -17,7 +17,9 @@ class LayerStatistics:
         tokens, blocks: How many of them were seen.
         k_sum, q_square: `[Hkv, Dk]` sums over tokens (q: also over the query heads of a KV head, averaged).
         k_range_square, k_range_max: `[Hkv, Dk]`, channel (max - min) over a block: sum of squares, largest.
-        v_range_square, v_range_max: `[Hkv, ng]`, the same over a group of a token's rotated values.
+        k_low, k_high: `[Hkv, Dk]`, smallest and largest key.
+        v_range_square, v_range_max: `[Hkv, ng]`, range over a group of a token's rotated values.
+        v_high: `[Hkv, ng]`, largest magnitude of a rotated value.
     """
 
     def __init__(self, layout: KVLayout) -> None:
@@ -26,7 +28,9 @@ class LayerStatistics:
         keys, groups = (layout.num_kv_heads, layout.k_dim), (layout.num_kv_heads, layout.num_v_groups)
         self.k_sum, self.q_square = np.zeros(keys), np.zeros(keys)
         self.k_range_square, self.k_range_max = np.zeros(keys), np.zeros(keys)
+        self.k_low, self.k_high = np.full(keys, np.inf), np.full(keys, -np.inf)
         self.v_range_square, self.v_range_max = np.zeros(groups), np.zeros(groups)
+        self.v_high = np.zeros(groups)
 
     def add(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         """Add one window.
@@ -57,6 +61,8 @@ class LayerStatistics:
         self.k_sum += blocks.sum(axis=(1, 2), dtype=np.float64)
         self.k_range_square += np.square(spread).sum(axis=1)
         self.k_range_max = np.maximum(self.k_range_max, spread.max(axis=1))
+        self.k_low = np.minimum(self.k_low, blocks.min(axis=(1, 2)))
+        self.k_high = np.maximum(self.k_high, blocks.max(axis=(1, 2)))
 
     def _add_values(self, v: np.ndarray) -> None:
         rotated = hadamard(v, self.layout.v_group)
@@ -64,7 +70,9 @@ class LayerStatistics:
         spread = np.ptp(grouped, axis=-1).astype(np.float64)
         self.v_range_square += np.square(spread).sum(axis=1)
         # The zero of a group may be as large as its values: count them as a range for the overflow guard.
-        reach = 2 * np.abs(grouped).max(axis=-1) / float(CLIP_2BIT)
+        top = np.abs(grouped).max(axis=-1).astype(np.float64)
+        self.v_high = np.maximum(self.v_high, top.max(axis=1))
+        reach = 2 * top / float(CLIP_2BIT)
         self.v_range_max = np.maximum(self.v_range_max, np.maximum(spread, reach).max(axis=1))
 
     def is_finite(self) -> bool:

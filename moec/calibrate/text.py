@@ -12,6 +12,8 @@ from moec.errors import MoecError
 DEFAULT_TEXT = Path(__file__).with_name("default.txt")
 WINDOW = 512
 MAX_WINDOWS = 16
+HELD_BACK_WINDOW = 1024
+_MAX_HELD_BACK = 4 * HELD_BACK_WINDOW
 _MAX_CHARACTERS = 4_000_000
 
 
@@ -53,6 +55,17 @@ def tokenize(folder: Path, text: str) -> list[int]:
         hint = "Calibration needs it. --kv fp16 builds without a calibration."
         raise MoecError(what, where=str(folder), hint=hint) from None
     return tokenizer(text, verbose=False)["input_ids"]
+
+
+def divide(ids: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """What is calibrated on, and the last fifth (at most 4096 tokens), which checks are made on.
+
+    A text of less than two windows serves for both.
+    """
+    held_back = min(len(ids) // 5, _MAX_HELD_BACK)
+    if len(ids) < 2 * WINDOW:
+        return ids, ids
+    return ids[:-held_back], ids[-held_back:]
 
 
 def windows(ids: Sequence[int], size: int, vocab_size: int, limit: int = MAX_WINDOWS) -> list[np.ndarray]:

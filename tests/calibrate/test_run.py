@@ -8,8 +8,8 @@ import torch
 
 from moec.bundle.geometry import AttentionLayer, Geometry
 from moec.calibrate import calibrate, neutral
-from moec.calibrate.run import check_memory
 from moec.checkpoint import open_checkpoint
+from moec.calibrate.text import divide, read_text, tokenize, windows
 from moec.errors import MoecError
 from moec.reference.kv_layout import KVLayout
 from tests.helpers.tiny import shakespeare, tiny_checkpoint, tiny_model
@@ -53,14 +53,13 @@ def keys_by_hand(model, ids: torch.Tensor) -> np.ndarray:
 
 @torch.no_grad()
 def test_the_mean_is_that_of_keys_after_rope(folder, text_file):
-    from moec.calibrate.text import read_text, tokenize, windows
-
     seen = []
     got = calibrate(
         open_checkpoint(folder), geometry(), layouts("mkv2", "mkv2"), [text_file], lambda *x: seen.append(x)
     )
-    cut = windows(tokenize(folder, read_text([text_file])), 512, 512)
-    assert seen == [(i + 1, len(cut)) for i in range(len(cut))]
+    assert seen == [(1, 2), (2, 2)]
+    fitted, _ = divide(tokenize(folder, read_text([text_file])))
+    cut = windows(fitted, 512, 512)
     model = tiny_model(seed=5)
     k = np.stack([keys_by_hand(model, torch.from_numpy(w))[:, 16 : 16 + 7 * 64] for w in cut])
     order = got["kv.0.k_order"].astype(np.int64)
@@ -95,31 +94,32 @@ def test_soft_capped_layers_are_not_centred(folder, text_file):
 
 def test_nothing_runs_without_quantized_layers(folder, monkeypatch):
     checkpoint = open_checkpoint(folder)
-    monkeypatch.setattr(checkpoint, "load_torch", lambda **_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(checkpoint, "skeleton", lambda **_: pytest.fail("the model was made"))
     got = calibrate(checkpoint, geometry(), layouts("fp16", "fp32"))
     assert got.keys() == neutral(layouts("fp16", "fp32")).keys()
 
 
-def test_nan_names_the_layer(tmp_path, text_file):
-    path = tiny_checkpoint(tmp_path / "model")
-    checkpoint = open_checkpoint(path)
-    broken = checkpoint.load_torch
+@torch.no_grad()
+def test_int8_references_leave_room_above_the_largest_amplitude(folder, text_file):
+    got = calibrate(open_checkpoint(folder), geometry(), layouts("int8", "mkv2"), [text_file])
+    assert got["kv.0.k_order"].tolist() == [list(range(64))] * 2
+    fitted, _ = divide(tokenize(folder, read_text([text_file])))
+    model = tiny_model(seed=5)
+    k = np.concatenate(
+        [keys_by_hand(model, torch.from_numpy(w))[:, 16:464] for w in windows(fitted, 512, 512)], 1
+    )
+    stored = np.abs(k - got["kv.0.k_mean"][:, None]).max(1) / got["kv.0.k_ref"]
+    assert ((stored >= 11) & (stored <= 23)).all()  # 16 to the nearest power of two
 
-    def load(**options):
-        model = broken(**options)
-        model.model.layers[1].self_attn.k_proj.weight.data[3] = torch.nan
-        return model
 
-    checkpoint.load_torch = load
+def test_nan_names_the_layer(folder, text_file, monkeypatch):
+    checkpoint = open_checkpoint(folder)
+    healthy = checkpoint.param
+
+    def param(name):
+        broken = name == "model.layers.1.self_attn.k_proj.weight"
+        return healthy(name) * np.float32(np.nan) if broken else healthy(name)
+
+    monkeypatch.setattr(checkpoint, "param", param)
     with pytest.raises(MoecError, match="layer 1"):
         calibrate(checkpoint, geometry(), layouts("mkv2", "mkv2"), [text_file])
-
-
-def test_too_little_memory_is_said_before_the_model_loads(folder, tmp_path):
-    checkpoint, meminfo = open_checkpoint(folder), tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 9999999 kB\nMemAvailable: 2000 kB\n")
-    with pytest.raises(MoecError, match=r"needs 0\.0 GB of memory, 0\.0 GB are available"):
-        check_memory(checkpoint, meminfo)
-    meminfo.write_text("MemTotal: 9999999 kB\nMemAvailable: 20000 kB\n")
-    check_memory(checkpoint, meminfo)
-    check_memory(checkpoint, tmp_path / "missing")

@@ -15,7 +15,9 @@ def test_a_group_by_hand():
     codes, amplitude = quantize_symmetric(x, 0)
     assert amplitude.view(ml_dtypes.float8_e4m3fn) == 3.0  # exact in E4M3: a step is 3/127
     assert codes.tolist() == [0, 42, -127, 1]
-    np.testing.assert_allclose(dequantize_symmetric(codes, amplitude, 0), codes.astype(float) * 3 / 127, rtol=1e-6)
+    np.testing.assert_allclose(
+        dequantize_symmetric(codes, amplitude, 0), codes.astype(float) * 3 / 127, rtol=1e-6
+    )
 
 
 def test_zeros_and_values_above_the_range():
