@@ -1,4 +1,4 @@
-"""Dense layers -> MatMulNBits on int4 codes (int8: the output projection), or MatMul on bf16 weights."""
+"""Dense layers -> MatMulNBits on int4 codes (int8: head and sensitive layers), or MatMul on bf16 weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from onnxscript.rewriter import pattern
 
 from moec.rewrite.context import OTHER, RewriteContext, Rule
 from moec.rewrite.parameters import GROUP, TRANSFORM, as_bf16, is_parameter, quantized
+from moec.rewrite.sensitive import sensitive_weights
 
 MIN_ROWS = 16  # gates of a few rows stay fp32: they cost nothing and quantize badly
 
@@ -14,9 +15,9 @@ MIN_ROWS = 16  # gates of a few rows stay fp32: they cost nothing and quantize b
 class DenseRule(Rule):
     """MatMul(x, Transpose(weight `[N,K]`)), with its bias if it has one."""
 
-    def __init__(self, context: RewriteContext, notes: list[str], bias: bool, heads: set[str]) -> None:
+    def __init__(self, context: RewriteContext, notes: list[str], bias: bool, eight_bits: set[str]) -> None:
         super().__init__(context, notes)
-        self.bias, self.heads = bias, heads
+        self.bias, self.eight_bits = bias, eight_bits
 
     def pattern(self, op, x, weight):
         y = op.MatMul(x, op.Transpose(weight, perm=[1, 0]))
@@ -35,7 +36,7 @@ class DenseRule(Rule):
     def rewrite(self, op, x, weight, bias=None):
         if self.context.weights == "bf16":
             return self._bf16(op, x, weight, bias)
-        bits = 8 if weight.name in self.heads else 4
+        bits = 8 if weight.name in self.eight_bits else 4
         codes, scales = quantized(op, weight, f"int{bits}")
         n, k = weight.shape
         inputs = [x, codes, scales, *([None, None, bias] if bias is not None else [])]
@@ -57,10 +58,11 @@ class DenseRule(Rule):
 
 
 def lower_dense(model: ir.Model, context: RewriteContext, notes: list[str]) -> int:
-    """Rewrites dense layers; the output projection gets 8 bits, and shares its codes with tied embeddings."""
+    """Rewrites dense layers. The head (which may share its codes with the embeddings) and layers whose error
+    the model feels most get 8 bits."""
     model.graph.opset_imports["com.microsoft"] = 1
-    heads = _output_projections(model.graph)
-    with_bias, plain = DenseRule(context, [], True, heads), DenseRule(context, notes, False, heads)
+    eight_bits = _output_projections(model.graph) | sensitive_weights(model.graph)
+    with_bias, plain = DenseRule(context, [], True, eight_bits), DenseRule(context, notes, False, eight_bits)
     return with_bias.apply(model) + plain.apply(model)
 
 
