@@ -6,7 +6,7 @@ import onnx_ir as ir
 from onnxscript.rewriter import pattern
 
 from moec.rewrite.context import OTHER, RewriteContext, Rule
-from moec.rewrite.parameters import GROUP, TRANSFORM, as_bf16, is_parameter, quantized
+from moec.rewrite.parameters import GROUP, as_bf16, is_parameter, quantized
 from moec.rewrite.sensitive import sensitive_weights
 
 MIN_ROWS = 16  # gates of a few rows stay fp32: they cost nothing and quantize badly
@@ -24,8 +24,7 @@ class DenseRule(Rule):
         return op.Add(y, pattern.Var("bias")) if self.bias else y
 
     def reason(self, weight, bias=None, **_):
-        tied = weight.metadata_props.get(TRANSFORM) == "bf16"  # to the embeddings, which come first
-        if not (is_parameter(weight) or tied) or len(weight.shape) != 2:
+        if not is_parameter(weight) or len(weight.shape) != 2:
             return OTHER
         if weight.name in self.context.keep_float or weight.shape[0] < MIN_ROWS:
             return weight.name, "stays fp32 (a router or a gate)"

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from moec.rewrite.context import OTHER, RewriteContext, Rule
-from moec.rewrite.parameters import GROUP, as_bf16, is_parameter, quantized
+from moec.rewrite.parameters import GROUP, TRANSFORM, as_bf16, is_parameter, quantized
 
 
 class EmbeddingRule(Rule):
@@ -42,4 +42,19 @@ class EmbeddingRule(Rule):
 def lower_embedding(model: ir.Model, context: RewriteContext, notes: list[str]) -> int:
     """Rewrites every gather from a parameter; output projections tied to it follow in `dense`."""
     model.graph.opset_imports["com.microsoft"] = 1
-    return EmbeddingRule(context, notes).apply(model)
+    count = EmbeddingRule(context, notes).apply(model)
+    _cast_tied(model.graph)
+    return count
+
+
+def _cast_tied(graph: ir.Graph) -> None:
+    """An output projection tied to bf16 embeddings multiplies with them cast to fp32."""
+    for value in graph.initializers.values():
+        if value.metadata_props.get(TRANSFORM) != "bf16":
+            continue
+        for user, index in list(value.uses()):
+            if user.op_type not in ("Gather", "Cast"):
+                cast = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
+                cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(ir.DataType.FLOAT), value.shape
+                graph.insert_before(user, cast)
+                user.replace_input_with(index, cast.outputs[0])

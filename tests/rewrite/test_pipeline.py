@@ -13,7 +13,7 @@ from moec.reference.kv_layout import KVLayout
 from moec.rewrite import CPU_PASSES, MOEC_PASSES, PASSES, RewriteContext, run
 from moec.rewrite.graph_edit import all_logits, with_functions
 from tests.helpers.built import build_graph
-from tests.helpers.captured import ALL_FAMILIES, BATCH, CONTEXT, captured, checkpoint
+from tests.helpers.captured import ALL_FAMILIES, BATCH, CONTEXT, FAMILIES, captured, checkpoint
 from tests.helpers.graphs import Stepper, random_texts, reference_logits, session, two_slots
 
 needs_library = pytest.mark.skipif(
@@ -108,6 +108,16 @@ def test_rewritten_graph_passes_the_checker(weights, tmp_path):
     built = build_graph(checkpoint("qwen2_moe"), tmp_path, captured=captured("qwen2_moe"), weights=weights)
     onnx.checker.check_model(str(built.save("m.onnx")))
     assert not [o.name for n in built.model.graph for o in n.outputs if o.type is None and o.uses()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("weights", ["int4", "bf16"])
+def test_types_agree_after_every_pass(family, weights, caplog):
+    model = captured(family).model.clone()
+    run(model, context(family, weights=weights))
+    assert not [
+        r for r in caplog.records if r.name.startswith("onnx_ir")
+    ]  # shape inference found no contradiction
 
 
 @needs_library
