@@ -12,19 +12,22 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import safetensors.numpy
-import xxhash
 
+from moec.builder.cache import (
+    calibrate_stage,
+    choice_report,
+    choose_layouts,
+    layouts_of,
+    write_calibration,
+)
 from moec.builder.engines import choose_targets, engine_stage
 from moec.builder.model_files import copy_model_files, generation_defaults, identity
-from moec.builder.options import BuildOptions, check_context, check_disk, check_options
+from moec.builder.options import AUTO, BuildOptions, check_context, check_disk, check_options
 from moec.builder.report import REPORT, BuildReport, cache_sizes, expert_elements, size_table
 from moec.bundle.bindings import bindings_of
 from moec.bundle.geometry import Geometry
 from moec.bundle.manifest import Manifest, TokenizerFacts
 from moec.bundle.writer import BundleWriter, check_free_space, write_bytes
-from moec.calibrate import calibrate
-from moec.calibrate.text import DEFAULT_TEXT
 from moec.checkpoint import Checkpoint, open_checkpoint
 from moec.compile.stage import Engine
 from moec.compile.targets import Targets
@@ -40,7 +43,7 @@ from moec.reference.weights import GROUP_SIZE
 from moec.rewrite import pipeline
 from moec.version import __version__
 
-GRAPH, EXPERTS, CALIBRATION = "model.onnx", "experts.moex", "calibration.safetensors"
+GRAPH, EXPERTS = "model.onnx", "experts.moex"
 PathLike = str | os.PathLike[str]
 
 
@@ -51,6 +54,7 @@ def build(
     context: int | None = None,
     batch: int = 4,
     kv: str = "mkv2",
+    kv_budget: float | None = None,
     weights: str = "int4",
     experts: str = "int4",
     calibration: PathLike | Sequence[PathLike] | None = None,
@@ -67,7 +71,10 @@ def build(
         output: Folder of the bundle; an older bundle there is replaced once the new one is complete.
         context: Tokens a slot can hold; None = min(4096, what the model allows).
         batch: Slots.
-        kv: Cache format: mkv2 | mkv2_lean | k4v2 | fp16 | fp32.
+        kv: Cache format: mkv2 | mkv2_lean | k4v2 | int8 | fp16 | fp32 (hyphens do too), or auto: mkv2, and
+            more bits for the layers that need them to stay within `kv_budget`.
+        kv_budget: For auto: largest mean KL of the model's predictions from those over an exact cache, in
+            nats, on calibration text that the fit did not see; None = 0.05.
         weights: Dense weights: int4 (embeddings and head int8) | bf16.
         experts: Routed experts: int4 | bf16.
         calibration: Text files for the cache's calibration; None = the shipped text.
@@ -87,8 +94,9 @@ def build(
     """
     texts = [calibration] if isinstance(calibration, (str, os.PathLike)) else calibration or []
     options = BuildOptions(
-        Path(model), Path(output), context, batch, kv, weights, experts, tuple(Path(t) for t in texts),
-        None if dump_dir is None else Path(dump_dir), target, dtype,
+        Path(model), Path(output), context, batch, kv.replace("-", "_"), weights, experts,
+        tuple(Path(t) for t in texts), None if dump_dir is None else Path(dump_dir), target, dtype,
+        kv_budget,
     )  # fmt: skip
     check_options(options)
     progress = progress or Progress()
@@ -117,11 +125,12 @@ class _Build:
         self.options, self.checkpoint, self.writer = options, checkpoint, writer
         self.progress, self.verbose, self.targets = progress, verbose, targets
         self.engines: list[Engine] = []
+        self.calibration: Mapping[str, np.ndarray] | None = None
         self.report = BuildReport(writer.path, options.to_json())
 
     def run(self) -> BuildReport:
         captured = self.capture()
-        geometry, layouts = captured.geometry, self.layouts(captured.geometry)
+        geometry, layouts = captured.geometry, self.cache_layouts(captured.geometry)
         rewritten = self.rewrite(captured, layouts)
         self.calibrate(geometry, layouts)
         plans = plans_for(captured.model, self.checkpoint.shape)
@@ -152,13 +161,15 @@ class _Build:
                 save_exported(captured, self.checkpoint, self.options.dump_dir / "exported.onnx")
         return captured
 
-    def layouts(self, geometry: Geometry) -> dict[int, KVLayout]:
-        """The cache layout of every attention layer."""
-        kv, context = self.options.kv, self.options.context
-        return {
-            a.layer: KVLayout(kv, a.num_kv_heads, a.k_dim, a.v_dim, context, window=a.window)
-            for a in geometry.attention
-        }
+    def cache_layouts(self, geometry: Geometry) -> dict[int, KVLayout]:
+        """The cache layout of every attention layer; with --kv auto the model runs for it."""
+        if self.options.kv != AUTO:
+            return layouts_of(geometry, self.options)
+        for_gpu = not self.targets.cpu_only
+        choice = choose_layouts(self.checkpoint, geometry, self.options, for_gpu, self.progress)
+        self.report.cache = choice_report(choice, self.options.kv_budget)
+        self.calibration = choice.tensors
+        return choice.layouts
 
     def rewrite(self, captured: Captured, layouts: Mapping[int, KVLayout]) -> ir.Model:
         """Run the passes; the model becomes the CPU graph. Returns the graph in the moec dialect."""
@@ -186,27 +197,15 @@ class _Build:
             )
 
     def calibrate(self, geometry: Geometry, layouts: Mapping[int, KVLayout]) -> None:
-        """Fit the cache's static tensors and write calibration.safetensors."""
-        texts = self.options.calibration or (DEFAULT_TEXT,)
-        quantized = any(layout.quantized for layout in layouts.values())
-        with self.progress.phase("Calibrating the KV cache", total=1) as task:
-
-            def on_progress(done: int, total: int) -> None:
-                task.advance(1 / total)
-                task.note(f"{done} of {total} windows of text")
-
-            tensors = calibrate(self.checkpoint, geometry, layouts, texts, on_progress)
-            if not quantized:
-                task.note(f"not needed for {self.options.kv}")
-            self._write_calibration(tensors, texts if quantized else ())
-
-    def _write_calibration(self, tensors: Mapping[str, np.ndarray], texts: Sequence[Path]) -> None:
-        sources = [{"name": t.name, "xxh64": xxhash.xxh64_hexdigest(t.read_bytes())} for t in texts]
-        data = safetensors.numpy.save(
-            {name: np.ascontiguousarray(value) for name, value in sorted(tensors.items())},
-            {"texts": json.dumps(sources)},  # one key: the library writes several in random order
-        )
-        write_bytes(self.writer.folder / CALIBRATION, data)
+        """Fit the cache's static tensors, unless that is done, and write calibration.safetensors."""
+        if self.calibration is None:
+            self.calibration, errors = calibrate_stage(
+                self.checkpoint, geometry, layouts, self.options, self.progress
+            )
+            layers = [{"layer": i, "format": layouts[i].format, "error": e} for i, e in errors.items()]
+            self.report.cache = {"layers": layers}
+        used = self.options.kv == AUTO or any(layout.quantized for layout in layouts.values())
+        write_calibration(self.writer.folder, self.calibration, self.options, used)
 
     def check_exact_size(self, plans: Sequence[TensorPlan], geometry: Geometry) -> None:
         """The last moment to refuse a disk that is too small."""

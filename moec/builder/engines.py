@@ -7,6 +7,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from moec.builder.cache import CPU_ONLY_KV
 from moec.builder.options import BuildOptions
 from moec.compile.plugins import HINT, find_plugin_library, plugin_library
 from moec.compile.stage import DEFAULT_CHUNK, Engine, build_engines
@@ -33,14 +34,16 @@ def choose_targets(options: BuildOptions, progress: Progress) -> Targets:
             return CPU
     elif not targets.cpu_only:
         plugin_library()
-        if options.kv == "fp32":
-            raise MoecError("--kv fp32 is for the CPU only", hint="Choose --kv fp16, or --target cpu.")
+        if options.kv in CPU_ONLY_KV:
+            raise MoecError(
+                f"--kv {options.kv} is for the CPU only", hint="Choose --kv fp16, or --target cpu."
+            )
     return targets
 
 
 def _missing(options: BuildOptions) -> str | None:
-    if options.kv == "fp32":
-        return "--kv fp32 is for the CPU only"
+    if options.kv in CPU_ONLY_KV:
+        return f"--kv {options.kv} is for the CPU only"
     if not has_module("tensorrt_rtx"):
         return "TensorRT-RTX is not installed (pip install tensorrt-rtx)"
     return None if find_plugin_library() else f"the plugin library is missing. {HINT}"

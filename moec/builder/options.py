@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moec.bundle.writer import check_free_space, check_target
+from moec.calibrate.budget import DEFAULT_BUDGET
 from moec.calibrate.text import read_text
 from moec.checkpoint import Checkpoint
 from moec.errors import MoecError
@@ -16,6 +17,7 @@ from moec.reference.kv_layout import FORMATS, QUANTIZED_FORMATS
 
 DEFAULT_CONTEXT = 4096
 MAX_BATCH = 4096
+AUTO = "auto"
 GPU_DTYPES = ("fp16", "bf16")
 _BITS = {"int4": 4.25, "int8": 8.25, "bf16": 16.0}
 
@@ -35,12 +37,19 @@ class BuildOptions:
     dump_dir: Path | None
     target: str = "auto"
     dtype: str = "fp16"
+    budget: float | None = None
+
+    @property
+    def kv_budget(self) -> float:
+        """Largest mean KL that `--kv auto` may cost, in nats."""
+        return DEFAULT_BUDGET if self.budget is None else self.budget
 
     def to_json(self) -> dict[str, Any]:
         """For the manifest: choices by value, files by name only (a bundle holds no machine's paths)."""
         names = [path.name for path in self.calibration]
         fields = ("context", "batch", "kv", "weights", "experts", "target", "dtype")
-        return {name: getattr(self, name) for name in fields} | {"calibration": names}
+        chosen = {name: getattr(self, name) for name in fields} | {"calibration": names}
+        return chosen | ({"kv_budget": self.kv_budget} if self.kv == AUTO else {})
 
 
 def check_options(options: BuildOptions) -> None:
@@ -49,7 +58,8 @@ def check_options(options: BuildOptions) -> None:
     Raises:
         MoecError: unknown formats, sizes below 1, output paths that would destroy something, no text.
     """
-    _choice("--kv", options.kv, FORMATS)
+    _choice("--kv", options.kv, (*FORMATS, AUTO))
+    _check_budget(options)
     _choice("--weights", options.weights, WEIGHT_FORMATS)
     _choice("--experts", options.experts, WEIGHT_FORMATS)
     _choice("--dtype", options.dtype, GPU_DTYPES)
@@ -59,7 +69,7 @@ def check_options(options: BuildOptions) -> None:
     if options.batch > MAX_BATCH:
         raise MoecError(f"batch {options.batch} is more than the {MAX_BATCH} slots a bundle can have")
     _check_paths(options)
-    if options.calibration and options.kv in QUANTIZED_FORMATS:
+    if options.calibration and options.kv in (*QUANTIZED_FORMATS, AUTO):
         read_text(options.calibration)
 
 
@@ -103,6 +113,15 @@ def estimated_bytes(checkpoint: Checkpoint, options: BuildOptions) -> int:
 def _choice(name: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         raise MoecError(f"{name} {value} is unknown", hint=f"Choose one of {', '.join(known)}.")
+
+
+def _check_budget(options: BuildOptions) -> None:
+    if options.budget is None:
+        return
+    if options.kv != AUTO:
+        raise MoecError(f"--kv-budget is for --kv auto, not {options.kv}")
+    if not options.budget >= 0:
+        raise MoecError(f"--kv-budget is {options.budget}, but a divergence is not negative")
 
 
 def _at_least_one(name: str, value: int) -> None:

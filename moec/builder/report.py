@@ -25,6 +25,8 @@ class BuildReport:
         seconds: Wall time by phase.
         sizes: Bytes by component, and `*_bf16`: what the same would take in bf16 (fp16 for the cache).
         warnings: What the user was told.
+        cache: `layers`: format and relative error of attention of every layer with blocks. With --kv auto
+            also budget, divergence, raised layers, and what was tried.
         engines: One record an engine: plan, targets, layers by profile, aliases, memory, seconds.
     """
 
@@ -35,6 +37,7 @@ class BuildReport:
     sizes: dict[str, int] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     engines: list[dict[str, Any]] = field(default_factory=list)
+    cache: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """A tree of plain JSON values, without the bundle's own path."""

@@ -17,14 +17,15 @@ import numpy as np
 
 from moec.bundle.geometry import Geometry
 from moec.calibrate.run import (
+    AttentionCall,
     OnProgress,
     TextWindows,
-    arrays,
     attention_layer,
     fit_layers,
     named_tensors,
     observe,
     read_windows,
+    relative_error,
 )
 from moec.calibrate.statistics import LayerStatistics
 from moec.checkpoint import Checkpoint
@@ -68,6 +69,7 @@ def choose(
     text_files: Sequence[str | Path] | None = None,
     on_progress: OnProgress | None = None,
     on_note: OnNote = lambda note: None,
+    ladder: Sequence[str] = LADDER,
 ) -> Choice:
     """The smallest caches that hold the budget.
 
@@ -79,6 +81,7 @@ def choose(
         text_files: UTF-8 files; None takes the shipped text.
         on_progress: Called with (decoder layers done, all) in every run of the model.
         on_note: Called with what is being done.
+        ladder: Formats from the smallest on, the last one fp16.
 
     Raises:
         MoecError: unusable text or tokenizer, or a layer that computes NaN.
@@ -86,7 +89,9 @@ def choose(
     text = read_windows(checkpoint, geometry, text_files)
     on_note("observing keys and values")
     statistics = observe(checkpoint, layouts, text.calibration, on_progress)
-    return _Search(checkpoint, geometry, dict(layouts), statistics, text, on_progress, on_note).run(budget)
+    search = _Search(checkpoint, geometry, dict(layouts), statistics, text, on_progress, on_note)
+    search.ladder = tuple(ladder)
+    return search.run(budget)
 
 
 class _Search:
@@ -104,10 +109,11 @@ class _Search:
         self.model = CachedModel(checkpoint, geometry, on_progress)
         self.ids, self.on_note = text.held_back, on_note
         self.errors: dict[int, dict[str, float]] = {}
+        self.ladder: Sequence[str] = LADDER
 
     def run(self, budget: float) -> Choice:
         self.on_note("measuring the error of every layer")
-        candidates = [_in_format(self.layouts, f) for f in LADDER if f != "fp16"]
+        candidates = [_in_format(self.layouts, f) for f in self.ladder if f != "fp16"]
         fits = [(x, fit_layers(self.geometry, x, self.statistics)) for x in candidates]
         reference, self.errors = self.model.reference(self.ids, fits)
         self._raise_broken_layers()
@@ -127,7 +133,7 @@ class _Search:
         return {
             layer: x.format
             for layer, x in self.layouts.items()
-            if layer in self.errors and x.format != LADDER[0]
+            if layer in self.errors and x.format != self.ladder[0]
         }
 
     def _error(self, layer: int, format: str) -> float:
@@ -139,7 +145,7 @@ class _Search:
     def _raise_broken_layers(self) -> None:
         """A layer far off is raised whatever the budget: the mean over a text may hide it."""
         for layer, errors in self.errors.items():
-            good = next((f for f in LADDER if errors.get(f, 0.0) <= LAYER_LIMIT))
+            good = next(f for f in self.ladder if errors.get(f, 0.0) <= LAYER_LIMIT)
             self.layouts[layer] = _as(self.layouts[layer], good)
 
     def _raise_layers(self, divergence: float, budget: float, round: int) -> bool:
@@ -156,7 +162,7 @@ class _Search:
         options = [
             (self._gain(layer, format), -layer, format)
             for layer in self.errors
-            for format in LADDER[LADDER.index(self.layouts[layer].format) + 1 :]
+            for format in self.ladder[self.ladder.index(self.layouts[layer].format) + 1 :]
         ]
         if not options:
             return None
@@ -195,19 +201,19 @@ class CachedModel:
         squares: dict[tuple[int, str], np.ndarray] = {}
 
         def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
-            out = eager(module, query, key, value, mask, **options)
+            out, number = eager(module, query, key, value, mask, **options), module.layer_idx
+            call = AttentionCall(query, key, value, out, options.get("s_aux"))
             for layouts, calibrations in fits:
-                layer, layout = module.layer_idx, layouts[module.layer_idx]
+                layout = layouts[number]
                 if layout.quantized:
-                    got = self._attend(layout, calibrations[layer], module, query, key, value, options)
-                    sums = np.array([float((got - out).square().sum()), float(out.square().sum())])
-                    squares[layer, layout.format] = squares.get((layer, layout.format), 0) + sums
+                    sums = call.squares(attention_layer(self.geometry, number), layout, calibrations[number])
+                    squares[number, layout.format] = squares.get((number, layout.format), 0) + sums
             return out
 
         logits = self._logits(ids, attention)
         errors: dict[int, dict[str, float]] = {}
-        for (layer, format), (off, size) in sorted(squares.items()):
-            errors.setdefault(layer, {})[format] = float(np.sqrt(off / max(size, 1e-30)))
+        for (number, format), sums in sorted(squares.items()):
+            errors.setdefault(number, {})[format] = relative_error(sums)
         return logits, errors
 
     def divergence(
@@ -221,10 +227,11 @@ class CachedModel:
         from moec.calibrate.streaming import eager
 
         def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
-            layout = layouts[module.layer_idx]
-            if not layout.quantized:
+            number = module.layer_idx
+            if not layouts[number].quantized:
                 return eager(module, query, key, value, mask, **options)
-            return self._attend(layout, calibrations[module.layer_idx], module, query, key, value, options)
+            call = AttentionCall(query, key, value, None, options.get("s_aux"))
+            return call.cached(attention_layer(self.geometry, number), layouts[number], calibrations[number])
 
         logits = self._logits(ids, attention)
         parts = [((r.exp() * (r - x)).sum(-1)).mean() for r, x in zip(reference, logits, strict=True)]
@@ -236,26 +243,6 @@ class CachedModel:
         self.model.attention = attention
         logits = self.model.logits(torch.from_numpy(ids), max(1, ids.shape[1] // 2))
         return torch.log_softmax(logits, -1)
-
-    def _attend(
-        self,
-        layout: KVLayout,
-        calibration: Calibration,
-        module: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        options: Any,
-    ) -> Any:
-        import torch
-
-        from moec.calibrate.simulate import cached_attention
-
-        layer = attention_layer(self.geometry, module.layer_idx)
-        sinks = options["s_aux"].float().numpy() if layer.has_sink_logits else None
-        q, k, v = arrays(layout, query, key, value)
-        out = torch.from_numpy(cached_attention(layer, layout, calibration, q, k, v, sinks))
-        return out.transpose(0, 1)[None]
 
 
 def _as(layout: KVLayout, format: str) -> KVLayout:

@@ -20,6 +20,8 @@ from moec.reference.kv_layout import KVLayout
 
 MAX_HELD_BACK_WINDOWS = 2
 OnProgress = Callable[[int, int], None]
+OnError = Callable[[int, float], None]
+OnLayer = Callable[[int, LayerStatistics, "AttentionCall"], None]
 
 
 def neutral(layouts: Mapping[int, KVLayout]) -> dict[str, np.ndarray]:
@@ -43,6 +45,7 @@ def calibrate(
     layouts: Mapping[int, KVLayout],
     text_files: Sequence[str | Path] | None = None,
     on_progress: OnProgress | None = None,
+    on_error: OnError | None = None,
 ) -> dict[str, np.ndarray]:
     """Calibration tensors of every layer, fitted on text.
 
@@ -56,6 +59,8 @@ def calibrate(
         layouts: Cache layout of each attention layer.
         text_files: UTF-8 files; None takes the shipped text.
         on_progress: Called with (decoder layers done, decoder layers in all).
+        on_error: Called with (layer, relative L2 error of its attention output over this cache), as measured
+            on the last window, for layers with blocks.
 
     Returns:
         `kv.{layer}.k_mean` f32 `[Hkv,Dk]`, `.k_ref` f32, `.k_order` i32 (all in permuted order),
@@ -67,8 +72,17 @@ def calibrate(
     if not any(layout.quantized for layout in layouts.values()):
         return neutral(layouts)
     text = read_windows(checkpoint, geometry, text_files)
-    statistics = observe(checkpoint, layouts, text.calibration, on_progress)
-    return named_tensors(fit_layers(geometry, layouts, statistics))
+    fitted: dict[int, Calibration] = {}
+
+    def on_layer(layer: int, seen: LayerStatistics, call: AttentionCall) -> None:
+        attention = attention_layer(geometry, layer)
+        fitted[layer] = fit_layer(seen, centre=not attention.softcap)
+        if on_error is not None:
+            on_error(layer, call.error(attention, layouts[layer], fitted[layer]))
+
+    observe(checkpoint, layouts, text.calibration, on_progress, on_layer)
+    plain = {layer: neutral_calibration(layout) for layer, layout in layouts.items() if layer not in fitted}
+    return named_tensors(plain | fitted)
 
 
 @dataclass(frozen=True)
@@ -102,8 +116,12 @@ def observe(
     layouts: Mapping[int, KVLayout],
     ids: np.ndarray,
     on_progress: OnProgress | None = None,
+    on_layer: OnLayer | None = None,
 ) -> dict[int, LayerStatistics]:
     """Statistics of every layer with blocks over windows int64 `[n,S]`.
+
+    All windows go through a layer before the next one runs: `on_layer` is called with the layer, its
+    complete statistics and the attention call of the last window.
 
     Raises:
         MoecError: a layer computes NaN or infinity.
@@ -115,16 +133,58 @@ def observe(
     statistics = {layer: LayerStatistics(x) for layer, x in layouts.items() if x.quantized}
     model = StreamedModel(checkpoint, on_progress)
 
+    windows_seen = dict.fromkeys(statistics, 0)
+
     def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
-        seen = statistics.get(module.layer_idx)
-        if seen is not None:
+        out, layer = eager(module, query, key, value, mask, **options), module.layer_idx
+        if layer in statistics:
+            seen = statistics[layer]
             seen.add(*arrays(seen.layout, query, key, value))
-            _check(module.layer_idx, seen)
-        return eager(module, query, key, value, mask, **options)
+            _check(layer, seen)
+            windows_seen[layer] += 1
+            if on_layer is not None and windows_seen[layer] == len(ids):
+                on_layer(layer, seen, AttentionCall(query, key, value, out, options.get("s_aux")))
+        return out
 
     model.attention = attention
     model.hidden(torch.from_numpy(ids))
     return statistics
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One window at a layer, torch tensors: q, k, v `[1,H,S,D]`, out `[1,S,Hq,Dv]`, sinks `[Hq]`."""
+
+    query: Any
+    key: Any
+    value: Any
+    out: Any
+    sinks: Any = None
+
+    def cached(self, layer: AttentionLayer, layout: KVLayout, calibration: Calibration) -> Any:
+        """What attention over a cache gives instead of `out`."""
+        import torch
+
+        from moec.calibrate.simulate import cached_attention
+
+        sinks = self.sinks.float().numpy() if layer.has_sink_logits else None
+        q, k, v = arrays(layout, self.query, self.key, self.value)
+        out = torch.from_numpy(cached_attention(layer, layout, calibration, q, k, v, sinks))
+        return out.transpose(0, 1)[None]
+
+    def squares(self, layer: AttentionLayer, layout: KVLayout, calibration: Calibration) -> np.ndarray:
+        """Sums of squares `[2]` of the cached output's error and of the output."""
+        off = self.cached(layer, layout, calibration) - self.out
+        return np.array([float(off.square().sum()), float(self.out.square().sum())])
+
+    def error(self, layer: AttentionLayer, layout: KVLayout, calibration: Calibration) -> float:
+        """Relative L2 error of the cached output."""
+        return relative_error(self.squares(layer, layout, calibration))
+
+
+def relative_error(squares: np.ndarray) -> float:
+    """The square root of their quotient."""
+    return float(np.sqrt(squares[0] / max(squares[1], 1e-30)))
 
 
 def arrays(layout: KVLayout, query: Any, key: Any, value: Any) -> Iterable[np.ndarray]:

@@ -21,9 +21,11 @@ Examples:
 \b
 Cache formats (bits per cached number at 4096 tokens, head_dim 128):
   mkv2       2.98  2 bits, a quarter of the K channels 4 bits; first 16 and last 64-128 tokens fp16
-  mkv2_lean  2.86  the same with an eighth of the K channels
+  mkv2-lean  2.86  the same with an eighth of the K channels
   k4v2       3.71  all K channels 4 bits
+  int8       8.44  all 8 bits
   fp16, fp32       as they are
+  auto             mkv2, and more for layers that need it to stay within --kv-budget
 """
 
 
@@ -35,7 +37,19 @@ Cache formats (bits per cached number at 4096 tokens, head_dim 128):
 @click.option("-o", "--output", required=True, type=click.Path(), metavar="BUNDLE", help="Folder to make.")
 @click.option("--context", type=int, help="Tokens a slot can hold.  [default: min(4096, the model's)]")
 @click.option("--batch", type=int, default=4, show_default=True, help="Slots: requests served at a time.")
-@click.option("--kv", default="mkv2", show_default=True, help="Cache: mkv2, mkv2_lean, k4v2, fp16, fp32.")
+@click.option(
+    "--kv",
+    default="mkv2",
+    show_default=True,
+    metavar="FORMAT",
+    help="Cache: mkv2, mkv2-lean, k4v2, int8, fp16, fp32, auto.",
+)
+@click.option(
+    "--kv-budget",
+    type=float,
+    metavar="X",
+    help="For --kv auto: most mean KL in nats that the cache may cost on calibration text.  [default: 0.05]",
+)
 @click.option("--weights", default="int4", show_default=True, help="Dense weights: int4, bf16.")
 @click.option("--experts", default="int4", show_default=True, help="Routed experts: int4, bf16.")
 @click.option(
@@ -63,6 +77,7 @@ def build(
     context: int | None,
     batch: int,
     kv: str,
+    kv_budget: float | None,
     weights: str,
     experts: str,
     calibration: tuple[str, ...],
@@ -85,9 +100,9 @@ def build(
     progress = ConsoleProgress(Console(file=sys.stdout, highlight=False))
     with _terminable():
         report = build_bundle(
-            model, output, context=context, batch=batch, kv=kv, weights=weights, experts=experts,
-            calibration=calibration, target=target, dtype=dtype, dump_dir=dump_dir, verbose=verbose,
-            progress=progress,
+            model, output, context=context, batch=batch, kv=kv, kv_budget=kv_budget, weights=weights,
+            experts=experts, calibration=calibration, target=target, dtype=dtype, dump_dir=dump_dir,
+            verbose=verbose, progress=progress,
         )  # fmt: skip
     progress.info(f'{report.path} is ready: moec run {output} --prompt "..."')
 

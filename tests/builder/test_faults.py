@@ -64,7 +64,7 @@ def raiser(error):
 
 @pytest.mark.parametrize(
     "stage",
-    ["open_checkpoint", "capture", "pipeline.run", "calibrate", "write_weights", "write_experts",
+    ["open_checkpoint", "capture", "pipeline.run", "calibrate_stage", "write_weights", "write_experts",
      "bind_weights", "copy_model_files", "size_table"],
 )  # fmt: skip
 def test_ctrl_c_at_every_stage(target, older, checkpoint_folder, monkeypatch, stage):

@@ -8,8 +8,8 @@ import torch
 
 from moec.bundle.geometry import AttentionLayer, Geometry
 from moec.calibrate import calibrate, neutral
-from moec.checkpoint import open_checkpoint
 from moec.calibrate.text import divide, read_text, tokenize, windows
+from moec.checkpoint import open_checkpoint
 from moec.errors import MoecError
 from moec.reference.kv_layout import KVLayout
 from tests.helpers.tiny import shakespeare, tiny_checkpoint, tiny_model

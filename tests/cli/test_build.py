@@ -72,7 +72,7 @@ def test_help_has_examples(capsys):
     assert execute(["build", "--help"]) == 0
     out = capsys.readouterr().out
     assert "moec build ./checkpoint -o ./bundle --context 8192" in out
-    assert "mkv2_lean" in out
+    assert "mkv2-lean" in out
 
 
 def test_help_loads_nothing_heavy():
