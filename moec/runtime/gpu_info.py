@@ -7,7 +7,9 @@ import importlib.util
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from moec.errors import MoecError
 
@@ -69,14 +71,23 @@ def missing_for_tensorrt() -> list[str]:
     return missing
 
 
-def no_tensorrt(path: Path, engines: list[str]) -> MoecError:
-    """The error of `device="tensorrt"`; `engines` are the bundle's engine files."""
+def no_tensorrt(engines: Sequence[Mapping[str, Any]]) -> MoecError:
+    """The error of `device="tensorrt"`; `engines` are the records in the bundle's manifest."""
     missing = missing_for_tensorrt()
     if not engines:
-        missing.append("an engine in the bundle: `moec build` of this version writes none that it can run")
-    else:
-        missing.append("the TensorRT runtime of moec, which this version does not have")
+        missing.append("an engine in the bundle: build it with `moec build --target auto`")
+    elif driver_version() is not None and gpu_names():
+        missing += _misfits(engines)
+    missing.append("moec's TensorRT runtime: this version builds engines and does not run them yet")
     listed = "".join(f"\n  - {entry}" for entry in missing)
     return MoecError(
         f"The bundle cannot run on TensorRT here, missing:{listed}", hint="--device cpu runs it on the CPU"
     )
+
+
+def _misfits(engines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Why no engine fits a GPU of this machine; empty if one does."""
+    from moec.compile.requirements import misfits
+
+    reasons = [misfits(engine["targets"], engine["memory"]["total"]) for engine in engines]
+    return [] if [] in reasons else [reason for found in reasons for reason in found]

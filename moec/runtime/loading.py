@@ -30,7 +30,7 @@ def load(path: str | Path, device: str = "auto", *, threads: int | None = None) 
         raise MoecError(f"threads is {threads}, but must be at least 1")
     bundle = open_bundle(path)
     if device == "tensorrt":
-        raise no_tensorrt(Path(path), [name for name in bundle.manifest.files if name.endswith(".plan")])
+        raise no_tensorrt(bundle.manifest.engines)
     from moec.runtime.backends.cpu_bundle import open_cpu_backend
 
     return _session(bundle, open_cpu_backend(bundle, threads))

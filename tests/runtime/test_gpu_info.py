@@ -3,13 +3,14 @@
 import os
 import stat
 
+from moec.compile.gpu import Gpu
 from moec.runtime import gpu_info
 
 
-def test_a_machine_without_anything(monkeypatch, tmp_path):
+def test_a_machine_without_anything(monkeypatch):
     monkeypatch.setattr(gpu_info, "driver_version", lambda: None)
     monkeypatch.setattr(gpu_info, "has_module", lambda _name: False)
-    error = str(gpu_info.no_tensorrt(tmp_path, []))
+    error = str(gpu_info.no_tensorrt([]))
     for word in (
         "NVIDIA driver",
         "pip install tensorrt-rtx",
@@ -25,6 +26,18 @@ def test_driver_without_gpu(monkeypatch):
     monkeypatch.setattr(gpu_info, "gpu_names", list)
     monkeypatch.setattr(gpu_info, "has_module", lambda _name: True)
     assert gpu_info.missing_for_tensorrt() == ["a GPU: the driver is there, but nvidia-smi lists none"]
+
+
+def test_an_engine_for_other_gpus(monkeypatch):
+    monkeypatch.setattr(gpu_info, "driver_version", lambda: "13.0")
+    monkeypatch.setattr(gpu_info, "gpu_names", lambda: ["NVIDIA H200, 9.0, 143771 MiB"])
+    h200 = Gpu("NVIDIA H200", "sm_90", 143771 << 20)
+    monkeypatch.setattr("moec.compile.requirements.local_gpus", lambda: [h200])
+    engine = {"targets": ["sm_80", "sm_89"], "memory": {"total": 1 << 30}}
+    error = str(gpu_info.no_tensorrt([engine]))
+    assert "an engine for NVIDIA H200 (sm_90): the plan is for sm_80, sm_89" in error
+    fitting = {"targets": ["sm_90"], "memory": {"total": 1 << 30}}
+    assert "sm_90" not in str(gpu_info.no_tensorrt([engine, fitting]))
 
 
 def test_gpu_names_are_read_from_nvidia_smi(monkeypatch, tmp_path):
