@@ -18,6 +18,7 @@ from moec.reference.kv_layout import KVLayout
 
 F32 = np.float32
 LOWEST = -1e30
+_MOST_QUERIES = 512
 
 
 def cached_attention(
@@ -57,13 +58,13 @@ def cached_attention(
 
 
 def query_runs(layout: KVLayout, tokens: int) -> Iterator[tuple[int, int]]:
-    """(first, end) of runs of queries that see the same blocks."""
+    """(first, end) of runs of queries that see the same blocks, at most 512 long."""
     start = 0
     while start < tokens:
-        end = tokens
+        end = min(tokens, start + _MOST_QUERIES)
         if layout.quantized:
             blocks = layout.quantized_blocks(start) + 1
-            end = min(tokens, layout.sink_tokens + layout.recent_tokens + layout.block_tokens * blocks)
+            end = min(end, layout.sink_tokens + layout.recent_tokens + layout.block_tokens * blocks)
         yield start, end
         start = end
 

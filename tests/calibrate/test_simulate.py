@@ -45,4 +45,4 @@ def test_runs_end_where_a_block_is_flushed():
     layout = KVLayout("mkv2", 1, 64, 64, 400)
     assert list(query_runs(layout, 300)) == [(0, 144), (144, 208), (208, 272), (272, 300)]
     assert list(query_runs(layout, 5)) == [(0, 5)]
-    assert list(query_runs(KVLayout("fp16", 1, 64, 64, 400), 300)) == [(0, 300)]
+    assert list(query_runs(KVLayout("fp16", 1, 64, 64, 400), 600)) == [(0, 512), (512, 600)]
