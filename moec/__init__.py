@@ -10,10 +10,14 @@ from typing import Any
 from moec.errors import MoecError
 from moec.version import __version__
 
-__all__ = ["MoecError", "__version__", "build", "load"]
+__all__ = ["AsymmetricKVCacheQuantizer", "MoecError", "__version__", "build", "load"]
 
 # torch and ONNX Runtime take seconds to import: only what is asked for is loaded.
-_LAZY = {"build": "moec.builder", "load": "moec.runtime"}
+_LAZY = {
+    "AsymmetricKVCacheQuantizer": "moec.quantizer",
+    "build": "moec.builder",
+    "load": "moec.runtime",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ TIERS = (
     ("errors", "progress", "version"),
     ("reference", "dialect", "native", "checkpoint", "bundle"),
     ("frontend", "calibrate", "rewrite", "pack"),
-    ("compile", "simulate", "runtime"),
+    ("compile", "simulate", "runtime", "quantizer"),
     ("builder",),
     ("cli",),
 )

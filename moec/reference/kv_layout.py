@@ -31,9 +31,11 @@ def promoted_channels(format: str, k_dim: int) -> int:
     """
     if format not in _PROMOTED_DIVISOR:
         return 0
-    if format == "k4v2":
-        return k_dim
-    wanted = k_dim // _PROMOTED_DIVISOR[format]
+    return k_dim if format == "k4v2" else round_promoted(k_dim // _PROMOTED_DIVISOR[format])
+
+
+def round_promoted(wanted: int) -> int:
+    """The number of promoted channels that a layout has for about `wanted` of them."""
     return (wanted + 8) // 16 * 16 if wanted >= 12 else align_up(wanted, 4)
 
 
