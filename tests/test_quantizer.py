@@ -29,8 +29,8 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
 @pytest.mark.parametrize(
     ("format", "bits", "k_error", "v_error"),
     [
-        ("mkv2", 2.5, 0.25, 0.4),
-        ("mkv2-lean", 2.375, 0.3, 0.4),
+        ("mkv2", 2.5, 0.15, 0.4),
+        ("mkv2-lean", 2.375, 0.2, 0.4),
         ("k4v2", 3.25, 0.1, 0.4),
         ("int8", 8.125, 0.01, 0.02),
     ],
@@ -45,8 +45,8 @@ def test_round_trip(format, bits, k_error, v_error):
     assert relative(k_seen, k) < k_error
     assert relative(v_seen, v) < v_error
     fp16 = np.r_[0:16, 336:400]
-    np.testing.assert_allclose(k_seen[:, :, fp16], k[:, :, fp16], atol=2e-2)
-    np.testing.assert_allclose(v_seen[:, :, fp16], v[:, :, fp16], atol=5e-3)
+    for seen, given in ((k_seen, k), (v_seen, v)):
+        assert np.abs(seen - given)[:, :, fp16].max() < np.abs(given).max() / 1000
     assert quantizer.bits_per_element() == bits
     elements = k.size + v.size
     assert packed.bits_per_element == 8 * packed.nbytes / elements
@@ -114,7 +114,7 @@ def test_bits_of_a_whole_allocation():
         (lambda: moec.AsymmetricKVCacheQuantizer("fp16"), "'fp16' is unknown"),
         (lambda: moec.AsymmetricKVCacheQuantizer(outlier_fraction=2), "from 0 to 1"),
         (lambda: moec.AsymmetricKVCacheQuantizer("int8", 0.5), "int8 has no outlier channels"),
-        (lambda: moec.AsymmetricKVCacheQuantizer().compress(*[np.ones((1, 2, 99, 64))] * 2), "not calibrated"),
+        (lambda: moec.AsymmetricKVCacheQuantizer().compress(*[np.ones((1, 2, 9, 8))] * 2), "not calibrated"),
         (lambda: moec.AsymmetricKVCacheQuantizer().calibrate(*[np.ones((1, 2, 9, 64))] * 2), "too few"),
         (lambda: moec.AsymmetricKVCacheQuantizer().calibrate(*[np.ones((2, 200, 64))] * 2), "3 dimensions"),
         (lambda: moec.AsymmetricKVCacheQuantizer().calibrate(*[np.full((1, 1, 99, 64), np.nan)] * 2), "NaN"),
