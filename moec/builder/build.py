@@ -23,11 +23,13 @@ from moec.builder.cache import (
 from moec.builder.engines import choose_targets, engine_stage
 from moec.builder.model_files import copy_model_files, generation_defaults, identity
 from moec.builder.options import AUTO, BuildOptions, check_context, check_disk, check_options
+from moec.builder.plan import remove_plan, write_plan
 from moec.builder.report import REPORT, BuildReport, cache_sizes, expert_elements, size_table
 from moec.bundle.bindings import bindings_of
 from moec.bundle.geometry import Geometry
 from moec.bundle.manifest import Manifest, TokenizerFacts
 from moec.bundle.writer import BundleWriter, check_free_space, write_bytes
+from moec.calibrate import neutral
 from moec.checkpoint import Checkpoint, open_checkpoint
 from moec.compile.stage import Engine
 from moec.compile.targets import Targets
@@ -61,6 +63,7 @@ def build(
     target: str = "auto",
     dtype: str = "fp16",
     dump_dir: PathLike | None = None,
+    plan_only: bool = False,
     verbose: bool = False,
     progress: Progress | None = None,
 ) -> BuildReport:
@@ -82,6 +85,8 @@ def build(
             builds for; no GPU is needed.
         dtype: Activations of the engines: fp16 | bf16.
         dump_dir: Write exported.onnx (with fp32 weights) and the graph after each pass there.
+        plan_only: Neither need nor read weights: `model` may hold nothing but config.json. The bundle has
+            graph, engines and the places of all weights, and is marked as a plan.
         verbose: Also report passes that changed nothing.
         progress: Where progress is shown; None shows nothing.
 
@@ -96,15 +101,16 @@ def build(
     options = BuildOptions(
         Path(model), Path(output), context, batch, kv.replace("-", "_"), weights, experts,
         tuple(Path(t) for t in texts), None if dump_dir is None else Path(dump_dir), target, dtype,
-        kv_budget,
+        kv_budget, plan_only,
     )  # fmt: skip
     check_options(options)
     progress = progress or Progress()
     targets = choose_targets(options, progress)
     with progress.phase("Reading the checkpoint") as task:
-        checkpoint = open_checkpoint(options.model)
+        checkpoint = open_checkpoint(options.model, weights=not plan_only)
         options = replace(options, context=check_context(checkpoint, context))
-        check_disk(checkpoint, options)
+        if not plan_only:
+            check_disk(checkpoint, options)
         task.note(f"{checkpoint.config.model_type}, context {options.context}, {batch} slots")
     with BundleWriter(options.output) as writer:
         return _Build(options, checkpoint, writer, progress, verbose, targets).run()
@@ -132,13 +138,11 @@ class _Build:
         captured = self.capture()
         geometry, layouts = captured.geometry, self.cache_layouts(captured.geometry)
         rewritten = self.rewrite(captured, layouts)
-        self.calibrate(geometry, layouts)
-        plans = plans_for(captured.model, self.checkpoint.shape)
-        self.check_exact_size(plans, geometry)
-        places = self.pack_dense(plans)
-        header = self.pack_experts(geometry)
+        places, header = self.weights(captured, layouts)
         self.engines = engine_stage(rewritten, self.writer.folder, self.targets, self.options, self.progress)
         self.report.engines = [engine.to_report() for engine in self.engines]
+        if self.options.plan_only:
+            remove_plan(self.writer.folder)
         with self.progress.phase("Writing the bundle"):
             bind_weights(captured.model, places)
             write_bytes(self.writer.folder / GRAPH, _serialize(captured.model))
@@ -151,12 +155,24 @@ class _Build:
         self.progress.table(size_table(self.report.sizes, self.report.options))
         return self.report
 
+    def weights(
+        self, captured: Captured, layouts: Mapping[int, KVLayout]
+    ) -> tuple[dict[str, tuple[int, int]], StoreHeader]:
+        """Everything that is read off the weights: calibration and both packed files, or only their plan."""
+        plans = plans_for(captured.model, self.checkpoint.shape)
+        if self.options.plan_only:
+            write_calibration(self.writer.folder, neutral(layouts), self.options, False)
+            return write_plan(self.writer.folder, plans, self.checkpoint, captured.geometry, self.options)
+        self.calibrate(captured.geometry, layouts)
+        self.check_exact_size(plans, captured.geometry)
+        return self.pack_dense(plans), self.pack_experts(captured.geometry)
+
     def capture(self) -> Captured:
         """Export the model; with --dump-dir also as a file that stock ONNX Runtime runs."""
         with self.progress.phase("Exporting the graph") as task:
             captured = capture(self.checkpoint, self.options.batch, self.options.context)
             task.note(f"{captured.model.graph.num_nodes()} nodes")
-            if self.options.dump_dir is not None:
+            if self.options.dump_dir is not None and not self.options.plan_only:
                 self.options.dump_dir.mkdir(parents=True, exist_ok=True)
                 save_exported(captured, self.checkpoint, self.options.dump_dir / "exported.onnx")
         return captured
@@ -243,10 +259,8 @@ class _Build:
             part = "vocabulary" if len(shape) == 2 and shape[0] == geometry.vocab_size else "dense"
             sizes[part] += sum(places[n][1] for n in (name, f"{name}.codes", f"{name}.scales") if n in places)
             sizes[f"{part}_bf16"] += 2 * math.prod(shape)
-        folder = self.writer.folder
-        total = sum(
-            path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != EXPERTS
-        )
+        files = [path for path in self.writer.folder.rglob("*") if path.is_file() and path.name != EXPERTS]
+        total = sum(path.stat().st_size for path in files) + self.planned_bytes(places)
         sizes["experts"] = store_bytes(geometry, self.options.experts)
         sizes["experts_bf16"] = 2 * expert_elements(geometry)
         sizes["engine"] = sum(engine.report.plan_bytes for engine in self.engines)
@@ -254,6 +268,10 @@ class _Build:
         sizes["total"] = total + sizes["experts"]
         sizes["total_bf16"] = sizes["dense_bf16"] + sizes["vocabulary_bf16"] + sizes["experts_bf16"]
         self.report.sizes = sizes | cache_sizes(layouts)
+
+    def planned_bytes(self, places: Mapping[str, tuple[int, int]]) -> int:
+        """Bytes of the dense weights that a plan leaves out."""
+        return sum(length for _, length in places.values()) if self.options.plan_only else 0
 
     def manifest(
         self, captured: Captured, layouts: Mapping[int, KVLayout], facts: TokenizerFacts
@@ -277,6 +295,7 @@ class _Build:
             sizes=self.report.sizes,
             options=self.options.to_json(),
             engines=[engine.to_manifest() for engine in self.engines],
+            plan=self.options.plan_only,
         )
 
     def finish(self, manifest: Manifest, header: StoreHeader) -> None:
@@ -284,7 +303,8 @@ class _Build:
         self.report.seconds, self.report.warnings = self.progress.seconds, self.progress.warnings
         text = json.dumps(self.report.to_json(), indent=1) + "\n"
         write_bytes(self.writer.folder / REPORT, text.encode())
-        self.writer.finish(manifest, {EXPERTS: checked_bytes(header)}, unlisted=[REPORT])
+        checked = {} if self.options.plan_only else {EXPERTS: checked_bytes(header)}
+        self.writer.finish(manifest, checked, unlisted=[REPORT])
 
 
 def _serialize(model: ir.Model) -> bytes:

@@ -38,6 +38,7 @@ class BuildOptions:
     target: str = "auto"
     dtype: str = "fp16"
     budget: float | None = None
+    plan_only: bool = False
 
     @property
     def kv_budget(self) -> float:
@@ -60,6 +61,8 @@ def check_options(options: BuildOptions) -> None:
     """
     _choice("--kv", options.kv, (*FORMATS, AUTO))
     _check_budget(options)
+    if options.plan_only and options.kv == AUTO:
+        raise MoecError("--kv auto runs the model, but --plan-only has no weights", hint="Choose a format.")
     _choice("--weights", options.weights, WEIGHT_FORMATS)
     _choice("--experts", options.experts, WEIGHT_FORMATS)
     _choice("--dtype", options.dtype, GPU_DTYPES)

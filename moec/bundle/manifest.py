@@ -82,6 +82,7 @@ class Manifest:
         options: How the bundle was made (the arguments of `moec build`).
         engines: One record a plan: file, module, targets, profiles, memory plan, binding table
             (moec.compile.stage.Engine.to_manifest).
+        plan: True for a bundle of `moec build --plan-only`: graph, engines and places, but no weights.
     """
 
     model: ModelIdentity
@@ -101,6 +102,7 @@ class Manifest:
     sizes: dict[str, int] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     engines: list[dict[str, Any]] = field(default_factory=list)
+    plan: bool = False
     schema_version: str = SCHEMA_VERSION
 
     def to_json(self) -> dict[str, Any]:

@@ -116,8 +116,12 @@ class Checkpoint:
             model = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype or torch.float32, **options)
         return model.eval()
 
-    def check(self) -> None:
-        """Raises MoecError when the model is dense or when parameters are missing from the files."""
+    def check(self, weights: bool = True) -> None:
+        """Raises MoecError when the model is dense or when parameters are missing from the files.
+
+        Args:
+            weights: False when only the architecture counts.
+        """
         from moec.checkpoint.skeleton import expert_parameters
 
         if not expert_parameters(self._meta):
@@ -126,7 +130,7 @@ class Checkpoint:
                 where=str(self.path),
                 hint="moec compiles MoE checkpoints only (Mixtral, Qwen-MoE, OLMoE, DeepSeek, GPT-OSS, ...).",
             )
-        missing = [n for n in self._shapes if self.canonical(n) not in self._sources]
+        missing = [n for n in self._shapes if self.canonical(n) not in self._sources] if weights else []
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise MoecError(
@@ -136,8 +140,13 @@ class Checkpoint:
             )
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], weights: bool = True) -> Checkpoint:
     """Opens a checkpoint folder and checks its config, model type, weight files and names.
+
+    Args:
+        path: The folder.
+        weights: False opens the architecture alone: only config.json must be there, weight files are not
+            looked at, and how they are stored does not count.
 
     Raises:
         MoecError: One clear sentence on what is wrong and where.
@@ -150,13 +159,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             else "the checkpoint folder does not exist"
         )
         raise MoecError(what, where=str(path), hint="Give the folder with config.json and *.safetensors.")
-    config = _config(folder)
-    checkpoint = Checkpoint(folder, config, _files(folder))
-    checkpoint.check()
+    config = _config(folder, weights)
+    checkpoint = Checkpoint(folder, config, _files(folder) if weights else [])
+    checkpoint.check(weights)
     return checkpoint
 
 
-def _config(folder: Path) -> Any:
+def _config(folder: Path, weights: bool) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -170,7 +179,7 @@ def _config(folder: Path) -> Any:
             f"model_type {kind!r} is not a causal language model that transformers knows",
             where=str(folder / "config.json"),
         )
-    if raw.get("quantization_config"):
+    if weights and raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise MoecError(
             f"the checkpoint is already quantized ({method})",

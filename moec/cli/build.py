@@ -16,6 +16,7 @@ Examples:
   moec build ./checkpoint -o ./bundle --context 8192 --batch 1
   moec build ./checkpoint -o ./bundle --target sm_89,sm_120 --dtype bf16
   moec build ./checkpoint -o ./bundle --kv fp16 --weights bf16 --experts bf16
+  moec build ./only-config -o ./plan --plan-only
   moec build ./checkpoint -o ./bundle --calibration my-text.txt --dump-dir ./graphs -v
 
 \b
@@ -70,6 +71,11 @@ Cache formats (bits per cached number at 4096 tokens, head_dim 128):
 @click.option(
     "--dump-dir", type=click.Path(), metavar="DIR", help="Write exported.onnx (fp32 weights) and each pass."
 )
+@click.option(
+    "--plan-only",
+    is_flag=True,
+    help="Graph, engine and manifest without weights: MODEL needs nothing but config.json.",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Show all passes with their notes.")
 def build(
     model: str,
@@ -84,6 +90,7 @@ def build(
     target: str,
     dtype: str,
     dump_dir: str | None,
+    plan_only: bool,
     verbose: bool,
 ) -> None:
     """Compile the Hugging Face MoE checkpoint in folder MODEL into a bundle.
@@ -102,8 +109,10 @@ def build(
         report = build_bundle(
             model, output, context=context, batch=batch, kv=kv, kv_budget=kv_budget, weights=weights,
             experts=experts, calibration=calibration, target=target, dtype=dtype, dump_dir=dump_dir,
-            verbose=verbose, progress=progress,
+            plan_only=plan_only, verbose=verbose, progress=progress,
         )  # fmt: skip
+    if plan_only:
+        return progress.info(f"{report.path} is a plan: build it again without --plan-only to add weights")
     progress.info(f'{report.path} is ready: moec run {output} --prompt "..."')
 
 
