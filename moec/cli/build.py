@@ -24,7 +24,7 @@ Cache formats (bits per cached number at 4096 tokens, head_dim 128):
   mkv2       2.98  2 bits, a quarter of the K channels 4 bits; first 16 and last 64-128 tokens fp16
   mkv2-lean  2.86  the same with an eighth of the K channels
   k4v2       3.71  all K channels 4 bits
-  int8       8.44  all 8 bits
+  int8       8.43  all 8 bits
   fp16, fp32       as they are
   auto             mkv2, and more for layers that need it to stay within --kv-budget
 """
