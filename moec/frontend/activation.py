@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -61,7 +62,26 @@ def _candidates(module: torch.nn.Module, x: torch.Tensor):
         return
     gate, up = x.chunk(2, -1) if module.is_concatenated else (x[..., ::2], x[..., 1::2])
     yield from ((Activation(n), f(gate) * up) for n, f in _PLAIN.items())
-    alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
-    if alpha is not None and limit is not None:
-        form = Activation("swiglu_oai", float(alpha), float(limit))
+    form = _fit_swiglu_oai(module)
+    if form is not None:
         yield form, _swiglu_oai(gate, up, form.alpha, form.limit)
+
+
+def _fit_swiglu_oai(module: torch.nn.Module) -> Activation | None:
+    """Constants of `(clip(u) + 1) * g * sigmoid(alpha * g)`, read off three points of the module's gate."""
+    at = lambda g, u: float(module._apply_gate(_pair(module, g, u)).double().mean())  # noqa: E731
+    slope, largest = at(1.0, 0.0), at(1.0, 1e5)
+    if not 0.5 < slope < 1.0:
+        return None
+    alpha, limit = math.log(slope / (1 - slope)), largest / slope - 1
+    return Activation("swiglu_oai", _rounded(alpha), _rounded(limit))
+
+
+def _pair(module: torch.nn.Module, gate: float, up: float) -> torch.Tensor:
+    """One token of 64 equal gates and 64 equal ups, in the module's order."""
+    pair = torch.tensor([gate, up], dtype=torch.float64)
+    return pair.repeat_interleave(64)[None] if module.is_concatenated else pair.repeat(64)[None]
+
+
+def _rounded(x: float) -> float:
+    return float(f"{x:.6g}")

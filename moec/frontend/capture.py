@@ -102,7 +102,11 @@ def capture(ckpt: Checkpoint, batch: int, context: int) -> Captured:
     step = _Step(skeleton, windows, geometry).eval()
     args = _arguments(geometry, batch, context)
     with torch.no_grad(), families.patched(skeleton), _quiet():
-        program = torch.export.export(step, args, dynamic_shapes=_dynamic(args), strict=False)
+        # Deferred: guards such as `S*min(128, 128*S) == 128*S` hold, but torch cannot prove them.
+        program = torch.export.export(
+            step, args, dynamic_shapes=_dynamic(args), strict=False,
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )  # fmt: skip
         onnx_program = torch.onnx.export(
             program, args=(), dynamo=True, opset_version=OPSET, custom_translation_table=TABLE,
             verbose=False, optimize=False,

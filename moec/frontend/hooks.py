@@ -123,6 +123,7 @@ def attention(
             )
         )
         return query.new_zeros(b, s, heads, value.shape[-1]), None
+    window = window if window < layer.keys.shape[2] else 0  # a cache this short has no window
     out, *layer.updated = torch.ops.moec.attention(
         query, key, value, layer.keys, layer.values, trace.slot_ids, trace.start, trace.positions,
         s_aux, scale, window, cap, module.layer_idx,

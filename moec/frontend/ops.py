@@ -31,7 +31,7 @@ def _attention(q, k, v, past_k, past_v, *_):
 @torch.library.register_fake("moec::experts", lib=_LIB)
 def _experts(x, *_):
     """x `[T,H]`, ids and weights `[T,K]` -> `[T,H]`."""
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("moec::last_hidden", lib=_LIB)

@@ -93,7 +93,7 @@ def merge_reshapes(graph: ir.Graph) -> None:
         if source is not None and source.op_type == "Reshape" and not _copies_dimensions(node):
             node.replace_input_with(0, source.inputs[0])
         out, x = node.outputs[0], node.inputs[0]
-        if not out.is_graph_output() and _same_known_shape(out.shape, x.shape):
+        if not out.is_graph_output() and same_known_shape(out.shape, x.shape):
             out.replace_all_uses_with(x)
 
 
@@ -105,7 +105,8 @@ def _copies_dimensions(reshape: ir.Node) -> bool:
     return shape is None or 0 in shape.numpy()
 
 
-def _same_known_shape(a: ir.Shape | None, b: ir.Shape | None) -> bool:
+def same_known_shape(a: ir.Shape | None, b: ir.Shape | None) -> bool:
+    """Whether two shapes agree, every dimension a number or a name."""
     if a is None or b is None or len(a) != len(b):
         return False
     known = all(isinstance(d, int) or d.value is not None for d in a)

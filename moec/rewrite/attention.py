@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ ANY = pattern.ANY_VALUE
 
 
 class AttentionRule(Rule):
-    """The exported form of one attention layer; `sinks`, `softcap`, `grouped` choose its spelling."""
+    """The exported form of one attention layer; the flags choose its spelling."""
 
     def __init__(
         self,
@@ -34,9 +35,10 @@ class AttentionRule(Rule):
         sinks: bool = False,
         softcap: bool = False,
         grouped: bool = False,
+        scaled: bool = True,
     ) -> None:
         super().__init__(context, notes)
-        self.sinks, self.softcap, self.grouped = sinks, softcap, grouped
+        self.sinks, self.softcap, self.grouped, self.scaled = sinks, softcap, grouped, scaled
 
     def pattern(self, op, q, k, v, past_k, past_v, slot_ids, start, mask):
         keys, values = self._rows(op, past_k, k, slot_ids, start), self._rows(op, past_v, v, slot_ids, start)
@@ -44,7 +46,7 @@ class AttentionRule(Rule):
             y = self._spelled_out(op, q, keys, values, mask)
         else:
             y = op.Attention(q, keys, values, mask, _allow_other_attributes=True, _outputs=["y"])
-        return op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), ANY, _allow_other_attributes=True)
+        return op.Transpose(y, perm=[0, 2, 1, 3])
 
     def _rows(self, op, past, new, slot_ids, start):
         rows = op.Concat(op.Gather(past, slot_ids, axis=0), new, axis=2)
@@ -54,7 +56,9 @@ class AttentionRule(Rule):
     def _spelled_out(self, op, q, keys, values, mask):
         if self.grouped:
             keys, values = self._repeated(op, keys), self._repeated(op, values)
-        s = op.Mul(op.MatMul(q, op.Transpose(keys, perm=[0, 1, 3, 2])), pattern.Var("scale"))
+        s = op.MatMul(q, op.Transpose(keys, perm=[0, 1, 3, 2]))
+        if self.scaled:
+            s = op.Mul(s, pattern.Var("scale"))
         if self.softcap:
             s = op.Mul(op.Tanh(op.Div(s, pattern.Var("cap"))), pattern.Var("cap"))
         s = op.Where(mask, s, ANY)
@@ -77,7 +81,7 @@ class AttentionRule(Rule):
         shapes = (q.shape[1], k.shape[1], q.shape[3], v.shape[3])
         if shapes != (want.num_heads, want.num_kv_heads, want.k_dim, want.v_dim):
             return where, f"heads and dimensions are {shapes}"
-        found_scale = attribute(y, "scale") if y is not None else scalar(scale)
+        found_scale = attribute(y, "scale") if y is not None else scalar(scale) if self.scaled else 1.0
         if found_scale is None or not np.isclose(found_scale, want.scale, rtol=1e-5):
             return where, f"scale is {found_scale}, not {want.scale}"
         if not np.isclose(scalar(cap) or 0.0, want.softcap) or self.sinks != want.has_sink_logits:
@@ -102,7 +106,7 @@ class AttentionRule(Rule):
             **_attributes(want, layout), _domain="moec", _version=1,
             _outputs=[f"attention.{layer}.out", f"kv.{layer}.blocks.out", f"kv.{layer}.ring.out"],
         )  # fmt: skip
-        return out
+        return op.Reshape(out, op.Constant(value_ints=[0, 0, want.num_heads, want.v_dim]))
 
 
 def _attributes(a: AttentionLayer, layout: KVLayout) -> dict[str, Any]:
@@ -203,8 +207,7 @@ def lower_attention(model: ir.Model, context: RewriteContext, notes: list[str]) 
     for a in context.geometry.attention:
         if a.layer in context.layouts:
             _add_state(model.graph, a, context.layouts[a.layer], batch)
-    forms = [(False, False, False)]
-    forms += [(s, c, g) for s in (False, True) for c in (False, True) for g in (False, True) if s or c]
+    forms = [(False, False, False), *(f for f in product((False, True), repeat=4) if f[0] or f[1])]
     count = sum(AttentionRule(context, notes, *form).apply(model) for form in forms)
     _exchange_caches(model, context, notes)
     return count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from moec.frontend.simplify import same_known_shape
 from moec.rewrite.context import OTHER, RewriteContext, Rule, attribute
 
 _SWAP = [0, 2, 1, 3]
@@ -45,18 +46,19 @@ class RotaryByToken(Rule):
 
 
 class SplitAndJoin(Rule):
-    """Reshape(Reshape(x `[b,S,H*D]`, `[b,S,H,D]`), `[0,0,H*D]`) -> x."""
+    """Reshape(Reshape(x `[b,S,H*D]`, `[b,S,H,D]`), `[b,S,H*D]`) -> x."""
 
     def pattern(self, op, x, inner_shape, shape):
         inner = op.Reshape(x, inner_shape, _allow_other_attributes=True)
         return op.Reshape(inner, shape, _outputs=["out"])
 
-    def reason(self, x, shape, **_):
-        wanted = shape.const_value
-        last = x.shape[-1] if x.shape is not None and len(x.shape) == 3 else None
-        if wanted is None or last is None or wanted.numpy().tolist() != [0, 0, last]:
+    def reason(self, x, shape, out, **_):
+        if x.shape is None or len(x.shape) != 3:
             return OTHER
-        return None
+        wanted = shape.const_value
+        if wanted is not None and wanted.numpy().tolist() == [0, 0, x.shape[-1]]:
+            return None
+        return None if same_known_shape(x.shape, out.shape) else OTHER
 
     def rewrite(self, op, x, **_):
         return op.Identity(x)
