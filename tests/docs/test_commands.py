@@ -86,6 +86,15 @@ def test_readme_starts_with_the_two_commands() -> None:
     assert "$ make test" in first_screen
 
 
+def test_readme_lists_exactly_the_options_of_build() -> None:
+    from moec.cli.build import build
+
+    readme = (REPO / "README.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `(--[a-z-]+)` \|", readme, re.MULTILINE))
+    known = {name for option in build.params for name in option.opts if name.startswith("--")}
+    assert listed == known - {"--output"}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_relative_links_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8")):
