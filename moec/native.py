@@ -7,6 +7,7 @@ import os
 from functools import cache
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
 import moec
@@ -50,8 +51,10 @@ def _cpu() -> ctypes.CDLL:
         "moec_store_register": ([pointer, u64, u32, pointer, u32], None),
         "moec_store_unregister": ([pointer], None),
         "moec_xxh64": ([pointer, u64], u64),
-        "moec_quantize_int4": ([pointer, i64, i64, pointer, pointer], None),
-        "moec_quantize_int8": ([pointer, i64, i64, pointer, pointer], None),
+        "moec_quantize_int4": ([pointer, i64, i64, pointer, pointer], ctypes.c_int),
+        "moec_quantize_int8": ([pointer, i64, i64, pointer, pointer], ctypes.c_int),
+        "moec_quantize_int4_bf16": ([pointer, i64, i64, pointer, pointer], ctypes.c_int),
+        "moec_quantize_int8_bf16": ([pointer, i64, i64, pointer, pointer], ctypes.c_int),
     }
     for name, (arguments, result) in signatures.items():
         function = getattr(library, name)
@@ -103,14 +106,18 @@ def unregister_store(address: int) -> None:
 
 
 def _quantize(function: str, weight: np.ndarray, bytes_per_group: int) -> tuple[np.ndarray, np.ndarray]:
-    weight = np.ascontiguousarray(weight, np.float32)
-    if weight.ndim != 2 or not np.isfinite(weight).all():
-        raise MoecError(f"cannot quantize a weight of shape {weight.shape}: it must be 2-D and finite")
+    function += "_bf16" if weight.dtype == ml_dtypes.bfloat16 else ""
+    weight = np.ascontiguousarray(weight, None if function.endswith("_bf16") else np.float32)
+    refusal = MoecError(f"cannot quantize a weight of shape {weight.shape}: it must be 2-D and finite")
+    if weight.ndim != 2:
+        raise refusal
     rows, columns = weight.shape
     groups = -(-columns // 64)
     codes = np.empty((rows, groups * bytes_per_group), np.uint8)
     scales = np.empty((rows, groups), np.float16)
-    getattr(_cpu(), function)(weight.ctypes.data, rows, columns, codes.ctypes.data, scales.ctypes.data)
+    places = (array.ctypes.data for array in (codes, scales))
+    if getattr(_cpu(), function)(weight.ctypes.data, rows, columns, *places):
+        raise refusal
     return codes, scales
 
 

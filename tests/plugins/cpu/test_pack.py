@@ -1,5 +1,6 @@
 """Native weight quantizers: the bytes of the NumPy reference."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -25,6 +26,14 @@ def test_same_bytes(rng, fast, truth, shape, scale):
 
 
 @pytest.mark.parametrize(("fast", "truth"), PAIRS)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 64), (33, 200), (4, 63)])
+def test_bf16_is_read_as_it_is(rng, fast, truth, shape):
+    weight = (rng.standard_normal(shape) * np.exp2(rng.integers(-140, 100, shape))).astype(ml_dtypes.bfloat16)
+    for got, expected in zip(fast(weight), truth(weight), strict=True):
+        np.testing.assert_array_equal(got.view(np.uint8), expected.view(np.uint8))
+
+
+@pytest.mark.parametrize(("fast", "truth"), PAIRS)
 def test_special_groups(rng, fast, truth):
     weight = rng.standard_normal((8, 128)).astype(np.float32)
     weight[0] = 0
@@ -40,6 +49,10 @@ def test_special_groups(rng, fast, truth):
 
 
 @pytest.mark.parametrize(("fast", "truth"), PAIRS)
-def test_not_finite_is_refused(fast, truth):
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_not_finite_is_refused(rng, fast, truth, dtype, bad):
+    weight = rng.standard_normal((3, 130)).astype(dtype)
+    weight[tuple(rng.integers(0, (3, 130)))] = bad
     with pytest.raises(MoecError, match="finite"):
-        fast(np.array([[1.0, np.nan]], np.float32))
+        fast(weight)
