@@ -60,7 +60,7 @@ def make_problem(rng: np.random.Generator, needles: int, decoys: int, likeness: 
     return Problem(k, v, q, places, words, book)
 
 
-def answers(problem: Problem, format: str, rng: np.random.Generator, lose_blocks: bool = False) -> np.ndarray:
+def answers(problem: Problem, format: str, lose_blocks: bool = False) -> np.ndarray:
     """Attention outputs of the needles' queries, asked one after the other behind the text."""
     needles = len(problem.q)
     layout = KVLayout(format, 1, DIM, DIM, TOKENS + needles)
