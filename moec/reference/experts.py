@@ -171,7 +171,9 @@ def unpack_expert(layout: BlobLayout, blob: np.ndarray) -> ExpertWeights:
 
 
 def round_activations(x: np.ndarray) -> np.ndarray:
-    """What int8 kernels make of activations: per 64 columns, scale max|x|/127, rounded to nearest even.
+    """What int8 kernels make of activations: per 64 columns, scale max|x|/(127*128), rounded to nearest even.
+
+    The 15-bit codes are two int8 (128*high + low): with one int8 an expert's output is off by 1.4 %.
 
     Args:
         x: float32 `[..., K]`.
@@ -183,8 +185,8 @@ def round_activations(x: np.ndarray) -> np.ndarray:
     columns = x.shape[-1]
     padding = [(0, 0)] * (x.ndim - 1) + [(0, num_groups(columns) * GROUP_SIZE - columns)]
     groups = np.pad(x, padding).reshape(*x.shape[:-1], -1, GROUP_SIZE)
-    scale = np.abs(groups).max(axis=-1, keepdims=True) / F32(127)
-    codes = np.clip(np.rint(groups / np.where(scale == 0, F32(1), scale)), F32(-127), F32(127))
+    scale = np.abs(groups).max(axis=-1, keepdims=True) / F32(127 * 128)
+    codes = np.clip(np.rint(groups / np.where(scale == 0, F32(1), scale)), F32(-16256), F32(16256))
     return (codes * scale).reshape(*x.shape[:-1], -1)[..., :columns]
 
 

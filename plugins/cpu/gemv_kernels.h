@@ -12,19 +12,8 @@ namespace {
 
 constexpr int kGroup = 64;
 
-// Offsets: per lane of dot_codes (bytes 4i..4i+3 of both halves) -8 times the sum of its activations.
-inline void quantize_group(const float *x, int count, int8_t *codes, float *scale, int32_t *offset) {
-  float top = 1e-35f;
-  for (int i = 0; i < count; ++i) {
-    const float a = x[i] < 0 ? -x[i] : x[i];
-    top = a > top ? a : top;
-  }
-  *scale = top / 127.0f;
-  float values[kGroup];
-  for (int i = 0; i < kGroup; ++i)
-    values[i] = i < count ? round_even(x[i] / *scale) : 0.0f;
-  for (int i = 0; i < kGroup; ++i)
-    codes[(i & 1) * 32 + i / 2] = static_cast<int8_t>(static_cast<int>(values[i]));
+// Per lane of dot_codes (bytes 4i..4i+3 of both halves) -8 times the sum of its activations.
+inline void lane_offsets(const int8_t *codes, int32_t *offset) {
   for (int lane = 0; lane < 8; ++lane) {
     int sum = 0;
     for (int i = 4 * lane; i < 4 * lane + 4; ++i)
@@ -33,12 +22,42 @@ inline void quantize_group(const float *x, int count, int8_t *codes, float *scal
   }
 }
 
+inline void quantize_group(const float *x, int count, int8_t *codes, float *scale, int32_t *offset) {
+  float top = 1e-33f;
+  for (int i = 0; i < count; ++i) {
+    const float a = x[i] < 0 ? -x[i] : x[i];
+    top = a > top ? a : top;
+  }
+  *scale = top / (127.0f * 128.0f);
+  float values[kGroup];
+  for (int i = 0; i < kGroup; ++i)
+    values[i] = i < count ? round_even(x[i] / *scale) : 0.0f;
+  for (int i = 0; i < kGroup; ++i) {
+    const int value = static_cast<int>(values[i]), at = (i & 1) * 32 + i / 2;
+    const int high = (value + 64) >> 7;
+    codes[at] = static_cast<int8_t>(high);
+    codes[kGroup + at] = static_cast<int8_t>(value - high * 128);
+  }
+  for (int plane = 0; plane < QuantizedVector::kPlanes; ++plane)
+    lane_offsets(codes + plane * kGroup, offset + plane * 8);
+}
+
 void quantize_vector(const float *x, int count, const QuantizedVector &out) {
+  constexpr int kPlanes = QuantizedVector::kPlanes;
   for (int g = 0; g * kGroup < count; ++g) {
     const int rest = count - g * kGroup;
-    quantize_group(x + g * kGroup, rest < kGroup ? rest : kGroup, out.codes + g * kGroup, out.scales + g,
-                   out.offsets + g * 8);
+    quantize_group(x + g * kGroup, rest < kGroup ? rest : kGroup, out.codes + g * kPlanes * kGroup,
+                   out.scales + g, out.offsets + g * kPlanes * 8);
   }
+}
+
+// One group of a row times one of a vector. Both integer sums, and the sum of them, are exact in fp32.
+template <class S>
+typename S::F dot_group(const typename S::Codes &codes, const QuantizedVector &x, int group) {
+  const int8_t *planes = x.codes + group * QuantizedVector::kPlanes * kGroup;
+  const int32_t *offsets = x.offsets + group * QuantizedVector::kPlanes * 8;
+  const typename S::F high = S::dot_codes(codes, planes, offsets);
+  return S::fma(high, S::set1(128.0f), S::dot_codes(codes, planes + kGroup, offsets + 8));
 }
 
 template <class S, int R, int M>
@@ -54,7 +73,7 @@ void int4_int8_tile(const Int4Matrix &w, int row, const QuantizedVector *x, floa
       const typename S::Codes codes = S::load_codes(w.codes + at * 32);
       const float scale = S::half(w.scales[at]);
       for (int m = 0; m < M; ++m) {
-        const typename S::F dot = S::dot_codes(codes, x[m].codes + g * kGroup, x[m].offsets + g * 8);
+        const typename S::F dot = dot_group<S>(codes, x[m], g);
         acc[r][m] = S::fma(dot, S::set1(scale * x[m].scales[g]), acc[r][m]);
       }
     }

@@ -2,14 +2,17 @@
 #include <algorithm>
 
 namespace moec {
+namespace {
+constexpr int kPlanes = QuantizedVector::kPlanes;
+}
 
 Vectors::Vectors(Arithmetic arithmetic, int count, int columns)
     : arithmetic_(arithmetic), columns_(columns), groups_((columns + kGroup - 1) / kGroup) {
   const size_t groups = static_cast<size_t>(count) * static_cast<size_t>(groups_);
   if (arithmetic == Arithmetic::kInt4Int8) {
-    codes_.resize(groups * kGroup);
+    codes_.resize(groups * kPlanes * kGroup);
     scales_.resize(groups);
-    offsets_.resize(groups * 8);
+    offsets_.resize(groups * kPlanes * 8);
   } else {
     values_.resize(groups * kGroup);
   }
@@ -17,13 +20,14 @@ Vectors::Vectors(Arithmetic arithmetic, int count, int columns)
 
 QuantizedVector Vectors::quantized(int vector) const {
   const size_t at = static_cast<size_t>(vector) * static_cast<size_t>(groups_);
-  return {codes_.data() + at * kGroup, scales_.data() + at, offsets_.data() + at * 8};
+  return {codes_.data() + at * kPlanes * kGroup, scales_.data() + at, offsets_.data() + at * kPlanes * 8};
 }
 
 void Vectors::set_group(int vector, int group, const float *x, int count) {
   if (arithmetic_ == Arithmetic::kInt4Int8) {
     const QuantizedVector q = quantized(vector);
-    kernels().quantize_vector(x, count, {q.codes + group * kGroup, q.scales + group, q.offsets + group * 8});
+    kernels().quantize_vector(
+        x, count, {q.codes + group * kPlanes * kGroup, q.scales + group, q.offsets + group * kPlanes * 8});
     return;
   }
   float *out = values_.data() + (static_cast<size_t>(vector) * groups_ + group) * kGroup;
