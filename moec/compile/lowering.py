@@ -8,6 +8,7 @@ one for prefill.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import onnx
 import onnx_ir as ir
 
 from moec.compile.carriers import Carrier, WeightInputs
+from moec.compile.joined_norms import join_norms
 from moec.compile.precision import MOEC_INPUTS, ActivationType
 from moec.compile.stored import StoredTensor
 from moec.errors import MoecError
@@ -56,6 +58,8 @@ def lower(model: ir.Model, stored: Mapping[str, StoredTensor], dtype: str = "fp1
     for parameter in _parameters(graph, stored):
         weights.replace(parameter, exact=_wants_float(parameter) or _kept_exact(parameter, stored))
     _plugin_arity(graph)
+    _unit_channels(graph)
+    join_norms(graph)
     graph.sort()
     ActivationType(graph, DTYPES[dtype]).run()
     return Lowered(copy, weights.carriers)
@@ -108,3 +112,14 @@ def _plugin_arity(graph: ir.Graph) -> None:
                 if value.uses():
                     raise MoecError("the state of resident experts is used in the graph", where=value.name)
             node.resize_outputs(1)
+
+
+def _unit_channels(graph: ir.Graph) -> None:
+    """Expert blobs `[E, bytes]` become `[E, 1, bytes]`.
+
+    TensorRT keeps a float32 scale and shift for every index of the second axis of an INT8 input: 20 MB of the
+    plan, and of device memory, for the blobs of a 30B model.
+    """
+    for value in graph.inputs:
+        if re.fullmatch(r"moe\.\d+\.experts", value.name):
+            value.shape = ir.Shape([value.shape[0], 1, value.shape[1]])

@@ -21,7 +21,8 @@ kernels::MoeParams ExpertAttributes::expert_params(PluginTensorDesc const *in, i
   p.tokens_total = static_cast<int32_t>(in[0].dims.d[0]);
   p.hidden_size = static_cast<int32_t>(in[0].dims.d[1]);
   p.rows = static_cast<int32_t>(in[1].dims.d[0]);
-  p.blob_bytes = in[experts].dims.d[1];
+  Dims const &blobs = in[experts].dims; // [experts, 1, bytes], see moec/compile/lowering.py
+  p.blob_bytes = blobs.d[blobs.nbDims - 1];
   p.dtype = in[0].type == DataType::kBF16 ? kernels::Dtype::kBFloat16 : kernels::Dtype::kFloat16;
   p.num_experts = num_experts;
   p.top_k = top_k;
