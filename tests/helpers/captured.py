@@ -10,10 +10,10 @@ import pytest
 
 from moec.checkpoint import Checkpoint, open_checkpoint
 from moec.frontend import Captured, capture
+from tests.helpers.families import NAMED, OVERRIDES
 from tests.helpers.tiny import tiny_checkpoint
 
 BATCH, CONTEXT = 2, 64
-OVERRIDES = {"llama4_text": dict(num_experts_per_tok=1)}
 
 
 @cache
@@ -37,10 +37,7 @@ def captured(family: str, seed: int = 0) -> Captured:
 FAMILIES = ("qwen2_moe", "gpt_oss", "deepseek_v3")
 """Families of the default run: plain; sinks, window, biases; latent attention, expert groups."""
 
-MORE_FAMILIES = (
-    "mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "granitemoe", "glm4_moe", "phimoe", "minimax_m2",
-    "ernie4_5_moe", "llama4_text",
-)  # fmt: skip
+MORE_FAMILIES = tuple(f for f in NAMED if f not in FAMILIES)
 """Families of the slow test run."""
 
 ALL_FAMILIES = [*FAMILIES, *(pytest.param(f, marks=pytest.mark.slow) for f in MORE_FAMILIES)]

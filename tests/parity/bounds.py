@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 PROMPT, STEPS = 256, 64
 MEDIAN, PERCENTILE_99 = 2e-4, 1e-2
@@ -24,11 +24,9 @@ def load_reference(checkpoint: Path) -> torch.nn.Module:
 @torch.inference_mode()
 def reference_logits(model: torch.nn.Module, tokens: list[int], prompt: int = PROMPT) -> np.ndarray:
     """Teacher-forced: `prompt` tokens in one pass, the rest one by one over the cache; float32 [S,V]."""
-    out = model(torch.tensor([tokens[:prompt]]), use_cache=True)
-    parts = [out.logits[0]]
-    for token in tokens[prompt:]:
-        out = model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
-        parts.append(out.logits[0])
+    cache = DynamicCache(config=model.config)
+    chunks = [tokens[:prompt], *([token] for token in tokens[prompt:])]
+    parts = [model(torch.tensor([chunk]), cache=cache).logits[0] for chunk in chunks]
     return torch.cat(parts).numpy()
 
 
