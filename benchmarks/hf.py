@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils.logging import disable_progress_bar
 
 
 def load_reference(checkpoint: Path, threads: int) -> torch.nn.Module:
     """The model in float32, experts computed one by one ("eager")."""
-    from transformers import AutoModelForCausalLM
-
     torch.set_num_threads(threads)
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, experts_implementation="eager"
     )
@@ -35,14 +36,15 @@ class Decoder:
     def __init__(self, model: torch.nn.Module, prompt: list[int], experts: str) -> None:
         self.model, self.experts = model, experts
         model.set_experts_implementation("eager")  # batched_mm needs minutes for a prompt of 1024
+        self.cache = DynamicCache(config=model.config)
         with torch.inference_mode():
-            out = model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
-        self.cache, self.next = out.past_key_values, out.logits[:, -1:].argmax(-1)
+            out = model(torch.tensor([prompt]), cache=self.cache, logits_to_keep=1)
+        self.next = out.logits.argmax(-1)
 
     @torch.inference_mode()
     def step(self) -> None:
         """Compute one more token."""
-        out = self.model(self.next, past_key_values=self.cache, use_cache=True)
+        out = self.model(self.next, cache=self.cache)
         self.next = out.logits.argmax(-1)
 
     def use(self) -> None:
