@@ -24,6 +24,7 @@ _TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_MAPPED_BYTES = 128 << 20
 _TEXT = ("config.json", "generation_config.json")
 
 
@@ -41,6 +42,7 @@ class Checkpoint:
         from moec.checkpoint.skeleton import meta_model
 
         self.path, self.config, self.files = path, config, files
+        self._mapped = 0  # bytes that were read since the mapped pages were given back
         self._where = {name: f for f in files for name in f.tensors}
         self._meta = meta_model(config)
         self._shapes = {n: tuple(t.shape) for n, t in self._meta.state_dict().items()}
@@ -71,6 +73,7 @@ class Checkpoint:
         from moec.checkpoint.arrays import to_numpy, to_torch
         from moec.checkpoint.names import materialize
 
+        self._release()
         source = self._sources.get(self.canonical(name))
         if source is None:
             raise MoecError(f"the checkpoint has no tensor for {name}", where=str(self.path))
@@ -85,7 +88,15 @@ class Checkpoint:
             )
         array = to_numpy(tensor)
         array.flags.writeable = False  # it may be the mapped file
+        self._mapped += array.nbytes
         return array
+
+    def _release(self) -> None:
+        """Mapped pages count as this process's memory: give them back now and then."""
+        if self._mapped > _MAPPED_BYTES:
+            for file in self.files:
+                file.release()
+            self._mapped = 0
 
     def tokenizer_files(self) -> list[Path]:
         """The tokenizer's files that exist (vocabulary, config, chat template)."""

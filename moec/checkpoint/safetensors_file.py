@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,16 +58,24 @@ class SafetensorsFile:
         self.path = Path(path)
         self.tensors = _read_header(self.path)
         self._data: np.ndarray | None = None
+        self._map: mmap.mmap | None = None
 
     def view(self, name: str) -> np.ndarray:
         """The tensor `name` in its own dtype (bf16 as ml_dtypes.bfloat16), mapped, read-only."""
         info = self.tensors[name]
         if self._data is None:
-            self._data = np.memmap(self.path, dtype=np.uint8, mode="r")
+            with self.path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._data = np.frombuffer(self._map, np.uint8)
         raw = self._data[info.offset : info.offset + info.nbytes]
         if info.offset % info.dtype.itemsize:  # legal in the format, but NumPy would read it slowly
             raw = raw.copy()
         return raw.view(info.dtype).reshape(info.shape)
+
+    def release(self) -> None:
+        """Gives the pages that were read back to the system; views stay valid and read them again."""
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:

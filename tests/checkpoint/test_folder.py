@@ -13,6 +13,7 @@ import torch
 from moec.checkpoint import open_checkpoint
 from moec.errors import MoecError
 from tests.helpers.captured import checkpoint
+from tests.helpers.synthetic import qwen3_config, synthetic_checkpoint
 from tests.helpers.tiny import tiny_checkpoint
 
 FAMILIES = ("qwen2_moe", "mixtral", "gpt_oss", "deepseek_v3", "granitemoe", "ernie4_5_moe")
@@ -199,3 +200,28 @@ def test_index_without_a_map(tmp_path):
     path = tiny_checkpoint(tmp_path / "m", tokenizer=False, max_shard_size="100KB")
     (path / "model.safetensors.index.json").write_text("[]")
     _fails(path, "weight_map")
+
+
+def test_reading_a_large_checkpoint_keeps_memory_small(tmp_path, monkeypatch):
+    folder = synthetic_checkpoint(tmp_path / "model", qwen3_config(256, 128, 16, 4, 1024))
+    monkeypatch.setattr("moec.checkpoint.folder._MAPPED_BYTES", 1 << 20)
+    ckpt, name = open_checkpoint(folder), "model.layers.{}.mlp.experts.gate_up_proj"
+    first = ckpt.param("model.embed_tokens.weight")
+    copy, most = first.copy(), 0
+    for layer in range(4):
+        for expert in range(16):
+            ckpt.expert(name.format(layer), expert)
+            most = max(most, resident_bytes(folder))
+    assert 0 < most < 4 << 20  # of 13 MB; Linux maps a little around what is read
+    np.testing.assert_array_equal(first, copy)  # views outlive the release
+
+
+def resident_bytes(folder) -> int:
+    """Bytes of the folder's files that are in this process's memory."""
+    total, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ")[0]:
+            ours = str(folder) in line
+        elif ours and line.startswith("Rss:"):
+            total += 1024 * int(line.split()[1])
+    return total
