@@ -51,10 +51,10 @@ def _cpu() -> ctypes.CDLL:
         "moec_store_register": ([pointer, u64, u32, pointer, u32], None),
         "moec_store_unregister": ([pointer], None),
         "moec_xxh64": ([pointer, u64], u64),
-        "moec_quantize_int4": ([pointer, i64, i64, pointer, pointer], ctypes.c_int),
-        "moec_quantize_int8": ([pointer, i64, i64, pointer, pointer], ctypes.c_int),
-        "moec_quantize_int4_bf16": ([pointer, i64, i64, pointer, pointer], ctypes.c_int),
-        "moec_quantize_int8_bf16": ([pointer, i64, i64, pointer, pointer], ctypes.c_int),
+        "moec_quantize_int4": ([pointer, pointer, i64, i64, pointer, pointer], ctypes.c_int),
+        "moec_quantize_int8": ([pointer, pointer, i64, i64, pointer, pointer], ctypes.c_int),
+        "moec_quantize_int4_bf16": ([pointer, pointer, i64, i64, pointer, pointer], ctypes.c_int),
+        "moec_quantize_int8_bf16": ([pointer, pointer, i64, i64, pointer, pointer], ctypes.c_int),
     }
     for name, (arguments, result) in signatures.items():
         function = getattr(library, name)
@@ -105,27 +105,33 @@ def unregister_store(address: int) -> None:
     _cpu().moec_store_unregister(address)
 
 
-def _quantize(function: str, weight: np.ndarray, bytes_per_group: int) -> tuple[np.ndarray, np.ndarray]:
+def _quantize(
+    function: str, weight: np.ndarray, importance: np.ndarray | None, bytes_per_group: int
+) -> tuple[np.ndarray, np.ndarray]:
     function += "_bf16" if weight.dtype == ml_dtypes.bfloat16 else ""
     weight = np.ascontiguousarray(weight, None if function.endswith("_bf16") else np.float32)
     refusal = MoecError(f"cannot quantize a weight of shape {weight.shape}: it must be 2-D and finite")
     if weight.ndim != 2:
         raise refusal
     rows, columns = weight.shape
+    counts = np.ascontiguousarray(importance, np.float32) if importance is not None else None
+    if counts is not None and counts.shape != (columns,):
+        raise MoecError(f"importance has shape {counts.shape}, expected ({columns},)")
     groups = -(-columns // 64)
     codes = np.empty((rows, groups * bytes_per_group), np.uint8)
     scales = np.empty((rows, groups), np.float16)
     places = (array.ctypes.data for array in (codes, scales))
-    if getattr(_cpu(), function)(weight.ctypes.data, rows, columns, *places):
+    address = counts.ctypes.data if counts is not None else None
+    if getattr(_cpu(), function)(weight.ctypes.data, address, rows, columns, *places):
         raise refusal
     return codes, scales
 
 
-def quantize_int4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def quantize_int4(weight: np.ndarray, importance: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """`moec.reference.weights.quantize_int4` in native code (one thread, without the GIL): same bytes."""
-    return _quantize("moec_quantize_int4", weight, 32)
+    return _quantize("moec_quantize_int4", weight, importance, 32)
 
 
-def quantize_int8(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def quantize_int8(weight: np.ndarray, importance: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """`moec.reference.weights.quantize_int8` in native code (one thread, without the GIL): same bytes."""
-    return _quantize("moec_quantize_int8", weight, 64)
+    return _quantize("moec_quantize_int8", weight, importance, 64)

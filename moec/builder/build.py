@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from moec.bundle.geometry import Geometry
 from moec.bundle.manifest import Manifest, TokenizerFacts
 from moec.bundle.writer import BundleWriter, check_free_space, write_bytes
 from moec.calibrate import neutral
+from moec.calibrate.importance import InputPower
 from moec.checkpoint import Checkpoint, open_checkpoint
 from moec.compile.stage import Engine
 from moec.compile.targets import Targets
@@ -132,7 +134,13 @@ class _Build:
         self.progress, self.verbose, self.targets = progress, verbose, targets
         self.engines: list[Engine] = []
         self.calibration: Mapping[str, np.ndarray] | None = None
+        self.inputs = InputPower() if self._weighs_inputs() else None
         self.report = BuildReport(writer.path, options.to_json())
+
+    def _weighs_inputs(self) -> bool:
+        """Whether int4 is to know what it is multiplied with; without a tokenizer no text can be run."""
+        quantized = "int4" in (self.options.weights, self.options.experts)
+        return quantized and bool(self.checkpoint.tokenizer_files())
 
     def run(self) -> BuildReport:
         captured = self.capture()
@@ -182,7 +190,7 @@ class _Build:
         if self.options.kv != AUTO:
             return layouts_of(geometry, self.options)
         for_gpu = not self.targets.cpu_only
-        choice = choose_layouts(self.checkpoint, geometry, self.options, for_gpu, self.progress)
+        choice = choose_layouts(self.checkpoint, geometry, self.options, for_gpu, self.progress, self.inputs)
         self.report.cache = choice_report(choice, self.options.kv_budget)
         self.calibration = choice.tensors
         return choice.layouts
@@ -216,12 +224,18 @@ class _Build:
         """Fit the cache's static tensors, unless that is done, and write calibration.safetensors."""
         if self.calibration is None:
             self.calibration, errors = calibrate_stage(
-                self.checkpoint, geometry, layouts, self.options, self.progress
+                self.checkpoint, geometry, layouts, self.options, self.progress, self.inputs
             )
             layers = [{"layer": i, "format": layouts[i].format, "error": e} for i, e in errors.items()]
             self.report.cache = {"layers": layers}
-        used = self.options.kv == AUTO or any(layout.quantized for layout in layouts.values())
+        quantized = any(layout.quantized for layout in layouts.values())
+        used = self.options.kv == AUTO or quantized or self.inputs is not None
         write_calibration(self.writer.folder, self.calibration, self.options, used)
+
+    @cached_property
+    def importance(self) -> dict[str, np.ndarray]:
+        """Of the input columns of weights, as calibration saw them."""
+        return self.inputs.importance() if self.inputs is not None else {}
 
     def check_exact_size(self, plans: Sequence[TensorPlan], geometry: Geometry) -> None:
         """The last moment to refuse a disk that is too small."""
@@ -233,7 +247,8 @@ class _Build:
         """Write weights.safetensors."""
         total = plan_weights(plans, self.checkpoint.shape).total_bytes
         with self.progress.phase("Packing dense weights", total=total) as task:
-            places = write_weights(self.writer.folder / WEIGHTS, plans, self.checkpoint, task.advance)
+            path = self.writer.folder / WEIGHTS
+            places = write_weights(path, plans, self.checkpoint, task.advance, self.importance)
             task.note(f"{len(plans)} tensors, {total / 1e6:.1f} MB, {self.options.weights}")
         return places
 
@@ -242,7 +257,9 @@ class _Build:
         total = store_bytes(geometry, self.options.experts)
         with self.progress.phase("Packing experts", total=total) as task:
             path = self.writer.folder / EXPERTS
-            header = write_experts(path, geometry, self.checkpoint, self.options.experts, task.advance)
+            header = write_experts(
+                path, geometry, self.checkpoint, self.options.experts, task.advance, self.importance
+            )
             task.note(f"{header.num_experts} experts, {total / 1e6:.1f} MB, {self.options.experts}")
         return header
 

@@ -16,6 +16,7 @@ from moec.bundle.geometry import Geometry
 from moec.bundle.writer import write_bytes
 from moec.calibrate import calibrate
 from moec.calibrate.budget import LADDER, LAYER_LIMIT, Choice, choose
+from moec.calibrate.importance import InputPower
 from moec.calibrate.text import DEFAULT_TEXT
 from moec.checkpoint import Checkpoint
 from moec.progress import Progress, Task
@@ -36,9 +37,14 @@ def layouts_of(geometry: Geometry, options: BuildOptions) -> dict[int, KVLayout]
 
 
 def choose_layouts(
-    checkpoint: Checkpoint, geometry: Geometry, options: BuildOptions, for_gpu: bool, progress: Progress
+    checkpoint: Checkpoint,
+    geometry: Geometry,
+    options: BuildOptions,
+    for_gpu: bool,
+    progress: Progress,
+    inputs: InputPower | None = None,
 ) -> Choice:
-    """The formats of `--kv auto`.
+    """The formats of `--kv auto`; fills `inputs` too.
 
     Raises:
         MoecError: unusable text, or a layer that computes NaN.
@@ -48,7 +54,7 @@ def choose_layouts(
     with progress.phase("Choosing cache formats") as task:
         choice = choose(
             checkpoint, geometry, layouts_of(geometry, options), options.kv_budget, texts,
-            on_note=task.note, ladder=ladder,
+            *_progress_of(task), ladder=ladder, inputs=inputs,
         )  # fmt: skip
         task.note(f"{len(choice.raised)} of {len(choice.layouts)} layers raised, KL {choice.divergence:.4f}")
     if choice.raised:
@@ -56,6 +62,18 @@ def choose_layouts(
     if choice.divergence > options.kv_budget:
         progress.warn(f"the cache's KL is {choice.divergence:.4f}, above --kv-budget {options.kv_budget}")
     return choice
+
+
+def _progress_of(task: Task) -> tuple[Callable[[int, int], None], Callable[[str], None]]:
+    """What `choose` reports to: layers of a run, and what the run is for."""
+    doing = ""
+
+    def on_note(text: str) -> None:
+        nonlocal doing
+        doing = text
+        task.note(text)
+
+    return lambda done, total: task.note(f"{doing}, layer {done} of {total}"), on_note
 
 
 def raised_layers(raised: Mapping[int, str]) -> str:
@@ -88,18 +106,23 @@ def calibrate_stage(
     layouts: Mapping[int, KVLayout],
     options: BuildOptions,
     progress: Progress,
+    inputs: InputPower | None = None,
 ) -> tuple[Tensors, dict[int, float]]:
     """The calibration tensors of these layouts, and the error of attention by layer; warns of broken layers.
+
+    Fills `inputs` too.
 
     Raises:
         MoecError: unusable text, or a layer that computes NaN.
     """
-    with progress.phase("Calibrating the KV cache", total=1) as task:
+    with progress.phase("Calibrating", total=1) as task:
         texts = options.calibration or (DEFAULT_TEXT,)
         errors: dict[int, float] = {}
-        tensors = calibrate(checkpoint, geometry, layouts, texts, _layers_done(task), errors.__setitem__)
-        if not any(layout.quantized for layout in layouts.values()):
-            task.note(f"not needed for {options.kv}")
+        tensors = calibrate(
+            checkpoint, geometry, layouts, texts, _layers_done(task), errors.__setitem__, inputs
+        )
+        if inputs is None and not any(layout.quantized for layout in layouts.values()):
+            task.note(f"not needed for {options.kv} and {options.weights}")
     if bad := {layer: error for layer, error in errors.items() if error > LAYER_LIMIT}:
         listed = ", ".join(f"{layer} ({100 * error:.0f} %)" for layer, error in sorted(bad.items()))
         progress.warn(f"{options.kv} is too coarse for the attention of layers {listed}: use --kv auto")

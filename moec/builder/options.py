@@ -72,7 +72,8 @@ def check_options(options: BuildOptions) -> None:
     if options.batch > MAX_BATCH:
         raise MoecError(f"batch {options.batch} is more than the {MAX_BATCH} slots a bundle can have")
     _check_paths(options)
-    if options.calibration and options.kv in (*QUANTIZED_FORMATS, AUTO):
+    uses_text = options.kv in (*QUANTIZED_FORMATS, AUTO) or "int4" in (options.weights, options.experts)
+    if options.calibration and uses_text:
         read_text(options.calibration)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from moec.bundle.geometry import Geometry
+from moec.calibrate.importance import InputPower
 from moec.calibrate.run import (
     AttentionCall,
     OnProgress,
@@ -70,6 +71,7 @@ def choose(
     on_progress: OnProgress | None = None,
     on_note: OnNote = lambda note: None,
     ladder: Sequence[str] = LADDER,
+    inputs: InputPower | None = None,
 ) -> Choice:
     """The smallest caches that hold the budget.
 
@@ -82,13 +84,14 @@ def choose(
         on_progress: Called with (decoder layers done, all) in every run of the model.
         on_note: Called with what is being done.
         ladder: Formats from the smallest on, the last one fp16.
+        inputs: Also filled with the inputs of every weight.
 
     Raises:
         MoecError: unusable text or tokenizer, or a layer that computes NaN.
     """
     text = read_windows(checkpoint, geometry, text_files)
     on_note("observing keys and values")
-    statistics = observe(checkpoint, layouts, text.calibration, on_progress)
+    statistics = observe(checkpoint, layouts, text.calibration, on_progress, inputs=inputs)
     search = _Search(checkpoint, geometry, dict(layouts), statistics, text, on_progress, on_note)
     search.ladder = tuple(ladder)
     return search.run(budget)

@@ -11,6 +11,7 @@ import numpy as np
 
 from moec.bundle.geometry import AttentionLayer, Geometry
 from moec.calibrate.fit import fit_layer
+from moec.calibrate.importance import InputPower
 from moec.calibrate.statistics import LayerStatistics
 from moec.calibrate.text import HELD_BACK_WINDOW, WINDOW, divide, read_text, tokenize, windows
 from moec.checkpoint import Checkpoint
@@ -46,12 +47,13 @@ def calibrate(
     text_files: Sequence[str | Path] | None = None,
     on_progress: OnProgress | None = None,
     on_error: OnError | None = None,
+    inputs: InputPower | None = None,
 ) -> dict[str, np.ndarray]:
     """Calibration tensors of every layer, fitted on text.
 
     The model runs in fp32 over at most 16 windows of 512 tokens, one decoder layer in memory at a time; a
-    hook behind RoPE sees q, k and v. Layers without quantized blocks get neutral tensors; without any,
-    nothing is run.
+    hook behind RoPE sees q, k and v. Layers without quantized blocks get neutral tensors; without any, and
+    without `inputs`, nothing is run.
 
     Args:
         checkpoint: The opened checkpoint.
@@ -61,6 +63,7 @@ def calibrate(
         on_progress: Called with (decoder layers done, decoder layers in all).
         on_error: Called with (layer, relative L2 error of its attention output over this cache), as measured
             on the last window, for layers with blocks.
+        inputs: Also filled with the inputs of every weight.
 
     Returns:
         `kv.{layer}.k_mean` f32 `[Hkv,Dk]`, `.k_ref` f32, `.k_order` i32 (all in permuted order),
@@ -69,7 +72,7 @@ def calibrate(
     Raises:
         MoecError: unusable text or tokenizer, or a layer that computes NaN.
     """
-    if not any(layout.quantized for layout in layouts.values()):
+    if inputs is None and not any(layout.quantized for layout in layouts.values()):
         return neutral(layouts)
     text = read_windows(checkpoint, geometry, text_files)
     fitted: dict[int, Calibration] = {}
@@ -80,7 +83,7 @@ def calibrate(
         if on_error is not None:
             on_error(layer, call.error(attention, layouts[layer], fitted[layer]))
 
-    observe(checkpoint, layouts, text.calibration, on_progress, on_layer)
+    observe(checkpoint, layouts, text.calibration, on_progress, on_layer, inputs)
     plain = {layer: neutral_calibration(layout) for layer, layout in layouts.items() if layer not in fitted}
     return named_tensors(plain | fitted)
 
@@ -117,11 +120,12 @@ def observe(
     ids: np.ndarray,
     on_progress: OnProgress | None = None,
     on_layer: OnLayer | None = None,
+    inputs: InputPower | None = None,
 ) -> dict[int, LayerStatistics]:
     """Statistics of every layer with blocks over windows int64 `[n,S]`.
 
     All windows go through a layer before the next one runs: `on_layer` is called with the layer, its
-    complete statistics and the attention call of the last window.
+    complete statistics and the attention call of the last window. `inputs` is filled if it is given.
 
     Raises:
         MoecError: a layer computes NaN or infinity.
@@ -132,7 +136,7 @@ def observe(
 
     statistics = {layer: LayerStatistics(x) for layer, x in layouts.items() if x.quantized}
     model = StreamedModel(checkpoint, on_progress)
-
+    model.on_input = inputs.add if inputs is not None else None
     windows_seen = dict.fromkeys(statistics, 0)
 
     def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:

@@ -41,12 +41,14 @@ class StreamedModel:
 
     Attributes:
         attention: Called as `eager` for one window at a time (b = 1); may be replaced between runs.
+        on_input: None, or called as `InputPower.add` with the input of every dense and expert product.
         on_experts: None, or called with (module name, expert ids `[T,K]`) of every routed layer.
     """
 
     def __init__(self, checkpoint: Checkpoint, on_progress: OnProgress | None = None) -> None:
         self.checkpoint, self.on_progress = checkpoint, on_progress
         self.attention: Attention = eager
+        self.on_input: Callable[..., None] | None = None
         self.on_experts: Callable[[str, torch.Tensor], None] | None = None
         self._model = checkpoint.skeleton(attn_implementation=_NAME)
         self._routed: dict[int, str] = {}
@@ -57,6 +59,9 @@ class StreamedModel:
         self._layers, self._done = 0, 0
         for name, module, whole in _pieces(self._model):
             self._stream(name, module, whole)
+        for name, module in self._model.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_pre_hook(self._dense_input(f"{name}.weight"))
 
     @torch.inference_mode()
     def hidden(self, ids: torch.Tensor) -> None:
@@ -88,6 +93,13 @@ class StreamedModel:
             outputs.append(self.attention(module, *parts, own, **options))
         return torch.cat(outputs), None
 
+    def _dense_input(self, name: str) -> Callable[..., None]:
+        def hook(_: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+            if self.on_input is not None:
+                self.on_input(name, inputs[0])
+
+        return hook
+
     def _experts(self, module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
         if self.on_experts is not None:
             self.on_experts(self._routed[id(module)], ids)
@@ -108,6 +120,8 @@ class StreamedModel:
 
     def _linear(self, module: Any, part: str, expert: int, x: torch.Tensor) -> torch.Tensor:
         name = f"{self._routed[id(module)]}.{part}"
+        if self.on_input is not None:
+            self.on_input(name, x, expert, self.checkpoint.shape(name)[0])
         weight = to_torch(self.checkpoint.expert(name, expert)).float()
         y = x @ (weight if module.is_transposed else weight.T)
         return y + to_torch(self.checkpoint.expert(f"{name}_bias", expert)).float() if module.has_bias else y

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -19,6 +19,7 @@ from moec.reference.experts import BlobLayout, ExpertWeights, pack_expert
 from moec.reference.store import StoreHeader, StoreLayer
 
 OnBytes = Callable[[int], None]
+Importance = Mapping[str, np.ndarray]
 
 
 def blob_layout(layer: MoELayer, weight_format: str) -> BlobLayout:
@@ -49,6 +50,7 @@ def write_experts(
     checkpoint: Checkpoint,
     weight_format: str,
     on_bytes: OnBytes | None = None,
+    importance: Importance | None = None,
 ) -> StoreHeader:
     """Quantize every expert into the store.
 
@@ -58,6 +60,7 @@ def write_experts(
         checkpoint: Where they are read from, one expert at a time.
         weight_format: int4 | bf16.
         on_bytes: Called with the bytes of each blob that was written.
+        importance: By parameter, f32 `[E,K]`; see `moec.reference.weights.quantize_int4`.
 
     Raises:
         MoecError: a full disk, or weights that cannot be packed (names layer and expert).
@@ -65,7 +68,7 @@ def write_experts(
     header = plan_store(geometry, weight_format)
     with writing(path, header.file_bytes), path.open("wb") as file:
         hashes = [
-            _write_layer(file, place, layer, checkpoint, weight_format, on_bytes)
+            _write_layer(file, place, layer, checkpoint, weight_format, on_bytes, importance or {})
             for place, layer in zip(header.layers, geometry.moe, strict=True)
         ]
         file.truncate(header.file_bytes)
@@ -82,11 +85,12 @@ def _write_layer(
     checkpoint: Checkpoint,
     weight_format: str,
     on_bytes: OnBytes | None,
+    importance: Importance,
 ) -> list[int]:
     layout, hashes = blob_layout(layer, weight_format), []
     file.seek(place.offset)
     for expert in range(layer.num_experts):
-        blob = _pack(layout, layer, checkpoint, expert)
+        blob = _pack(layout, layer, checkpoint, expert, importance)
         hashes.append(xxhash.xxh64_intdigest(blob))
         file.write(memoryview(blob))
         if on_bytes is not None:
@@ -94,9 +98,13 @@ def _write_layer(
     return hashes
 
 
-def _pack(layout: BlobLayout, layer: MoELayer, checkpoint: Checkpoint, expert: int) -> np.ndarray:
+def _pack(
+    layout: BlobLayout, layer: MoELayer, checkpoint: Checkpoint, expert: int, importance: Importance
+) -> np.ndarray:
+    found = (importance.get(name) for name in (layer.gate_up, layer.down))
+    counts = tuple(rows[expert] if rows is not None else None for rows in found)
     try:
-        return pack_expert(layout, read_expert(checkpoint, layer, expert), quantizer("int4"))
+        return pack_expert(layout, read_expert(checkpoint, layer, expert), quantizer("int4"), counts)
     except MoecError as error:
         where = f"layer {layer.layer}, expert {expert}"
         raise MoecError(error.what, where=where, hint=error.hint) from None

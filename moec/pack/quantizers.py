@@ -10,13 +10,13 @@ import numpy as np
 from moec import native
 from moec.reference.weights import QUANTIZERS
 
-Quantizer = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+Quantizer = Callable[..., tuple[np.ndarray, np.ndarray]]  # (weight, importance=None) -> codes, scales
 _NATIVE = {"int4": native.quantize_int4, "int8": native.quantize_int8}
 
 
 @functools.cache
 def quantizer(transform: str) -> Quantizer:
-    """`[N,K]` of any float type -> (codes uint8, scales float16), for int4 or int8.
+    """(weight `[N,K]` of any float type, importance f32 `[K]` or None) -> (codes uint8, scales float16).
 
     The native quantizer is taken only if it is built and reproduces the reference on a sample, bit for bit.
     """
@@ -30,7 +30,10 @@ def _agrees(quantize: Quantizer, reference: Quantizer) -> bool:
     sample = rng.normal(size=(8, 200)).astype(np.float32) * np.exp2(rng.integers(-20, 4, (8, 1)))
     sample[0, :64] = 0
     try:
-        pairs = zip(quantize(sample), reference(sample), strict=True)
-        return all(a.tobytes() == b.tobytes() for a, b in pairs)
+        pairs = [
+            (quantize(sample, counts), reference(sample, counts))
+            for counts in (None, rng.random(200, dtype=np.float32))
+        ]
+        return all(a.tobytes() == b.tobytes() for got, want in pairs for a, b in zip(got, want, strict=True))
     except (AttributeError, OSError):  # an older library, or one of another machine
         return False

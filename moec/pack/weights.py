@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -127,6 +127,7 @@ def write_weights(
     plans: Iterable[TensorPlan],
     checkpoint: Checkpoint,
     on_bytes: OnBytes | None = None,
+    importance: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, tuple[int, int]]:
     """Transform and write parameters; memory stays bounded by a few chunks of 8 MiB and one tensor's scales.
 
@@ -135,6 +136,7 @@ def write_weights(
         plans: What to store, in this order.
         checkpoint: Where the parameters are read from.
         on_bytes: Called with the bytes of each chunk that was written.
+        importance: By parameter, f32 `[K]`; see `moec.reference.weights.quantize_int4`.
 
     Returns:
         Tensor name -> (offset, length) in bytes from the start of the file.
@@ -142,11 +144,11 @@ def write_weights(
     Raises:
         MoecError: a full disk, an impossible transform, weights to quantize that are not finite.
     """
-    planned = plan_weights(plans, checkpoint.shape)
+    planned, importance = plan_weights(plans, checkpoint.shape), importance or {}
     with writing(path, planned.total_bytes), path.open("wb") as file:
         file.write(planned.header)
         for plan, entries in zip(planned.plans, planned.entries, strict=True):
-            for part in _encoded(plan, entries, checkpoint.param(plan.name)):
+            for part in _encoded(plan, entries, checkpoint.param(plan.name), importance.get(plan.name)):
                 file.write(memoryview(part).cast("B"))
                 if on_bytes is not None:
                     on_bytes(part.nbytes)
@@ -155,7 +157,9 @@ def write_weights(
     return planned.places()
 
 
-def _encoded(plan: TensorPlan, entries: Sequence[Entry], weight: np.ndarray) -> Iterator[np.ndarray]:
+def _encoded(
+    plan: TensorPlan, entries: Sequence[Entry], weight: np.ndarray, importance: np.ndarray | None
+) -> Iterator[np.ndarray]:
     """The data of the entries in file order, in pieces, as uint8 arrays."""
     if plan.transform in _PLAIN:
         for rows in _row_chunks(weight):
@@ -164,7 +168,7 @@ def _encoded(plan: TensorPlan, entries: Sequence[Entry], weight: np.ndarray) -> 
     quantize, scales = quantizer(plan.transform), []
     for rows in _row_chunks(weight):
         try:
-            codes, scale = quantize(rows)
+            codes, scale = quantize(rows, importance)
         except MoecError as error:
             raise MoecError(error.what, where=plan.name, hint=error.hint) from None
         scales.append(scale)

@@ -14,7 +14,7 @@ from moec.errors import MoecError
 from moec.reference.weights import GROUP_SIZE, dequantize_int4, num_groups, quantize_int4
 
 F32, F64 = np.float32, np.float64
-Quantizer = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+Quantizer = Callable[..., tuple[np.ndarray, np.ndarray]]
 WEIGHT_FORMATS = ("int4", "bf16")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai")
 SECTION_ALIGN, BLOB_ALIGN = 128, 4096
@@ -111,15 +111,20 @@ class ExpertWeights:
     down_bias: np.ndarray | None = None
 
 
-def _encode(layout: BlobLayout, name: str, weight: np.ndarray, quantize: Quantizer) -> dict[str, np.ndarray]:
+def _encode(
+    layout: BlobLayout, name: str, weight: np.ndarray, importance: np.ndarray | None, quantize: Quantizer
+) -> dict[str, np.ndarray]:
     if layout.weight_format == "bf16":
         return {name: np.asarray(weight).astype(ml_dtypes.bfloat16)}
-    codes, scales = quantize(weight)
+    codes, scales = quantize(weight) if importance is None else quantize(weight, importance)
     return {f"{name}_codes": codes, f"{name}_scales": scales}
 
 
 def pack_expert(
-    layout: BlobLayout, weights: ExpertWeights, quantize: Quantizer = quantize_int4
+    layout: BlobLayout,
+    weights: ExpertWeights,
+    quantize: Quantizer = quantize_int4,
+    importance: tuple[np.ndarray | None, np.ndarray | None] = (None, None),
 ) -> np.ndarray:
     """Quantizes one expert into its blob.
 
@@ -127,6 +132,7 @@ def pack_expert(
         layout: Format and sizes.
         weights: Any float type.
         quantize: A function with the results of `quantize_int4`, for instance the native one.
+        importance: Of the inputs of gate_up, f32 `[H]`, and of down, f32 `[I]`; see `quantize_int4`.
 
     Returns:
         uint8 `[blob_bytes]`, padding zero.
@@ -134,8 +140,8 @@ def pack_expert(
     Raises:
         MoecError: a shape that is not the layout's.
     """
-    parts = _encode(layout, "gate_up", weights.gate_up, quantize)
-    parts |= _encode(layout, "down", weights.down, quantize)
+    parts = _encode(layout, "gate_up", weights.gate_up, importance[0], quantize)
+    parts |= _encode(layout, "down", weights.down, importance[1], quantize)
     if layout.has_bias:
         parts["gate_up_bias"] = np.asarray(weights.gate_up_bias, F32)
         parts["down_bias"] = np.asarray(weights.down_bias, F32)

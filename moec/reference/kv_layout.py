@@ -67,7 +67,8 @@ class KVLayout:
     """Shapes and offsets of the cache of one attention layer; everything is derived from these fields.
 
     Args:
-        format: mkv2 | mkv2_lean | k4v2 | int8 (blocks and an fp16 ring) | fp16 | fp32 (a ring of the whole context).
+        format: mkv2 | mkv2_lean | k4v2 | int8 (blocks and an fp16 ring) | fp16 | fp32 (a ring of the whole
+            context).
         num_kv_heads, k_dim, v_dim: Geometry of the layer; both dims are multiples of 4.
         context: Most tokens a slot can hold.
         window: 0, or the sliding window: then the cache is a ring only, whatever the format.

@@ -15,7 +15,7 @@ from moec.errors import MoecError
 F32 = np.float32
 GROUP_SIZE = 64
 INT4_ZERO, INT8_ZERO = 8, 128
-INT4_SHRINK = tuple(F32(factor) for factor in (1.0, 0.95, 0.9, 0.85))
+INT4_SHRINK = tuple(F32(factor) for factor in (1.0, 0.95, 0.9, 0.85, 0.8))
 """Fractions of the extreme-value scale that the int4 search tries, in this order."""
 
 _HALF_MAX = F32(65504)
@@ -54,17 +54,20 @@ def _codes(groups: np.ndarray, scale: np.ndarray, zero: int, top: int) -> np.nda
     return np.clip(np.rint(groups / scale.astype(F32)[..., None]) + F32(zero), F32(0), F32(top))
 
 
-def quantize_int4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def quantize_int4(weight: np.ndarray, importance: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Quantizes to 4 bits: w ~ (code-8)*scale, scale by search over `INT4_SHRINK` for least squared error.
 
     Args:
         weight: `[N,K]`, any float type; row = output feature.
+        importance: float32 `[K]`, what an input column's squared error counts, for instance the mean square
+            of its activations; None counts all alike.
 
     Returns:
         codes uint8 `[N, ceil(K/64)*32]` (low nibble = even column, tail 8), scales float16 `[N, ceil(K/64)]`
         (may be negative: the extreme value of a group gets code 0).
     """
     groups = _grouped(weight)
+    counts = _grouped(importance[None])[0] if importance is not None else F32(1)
     extreme = np.take_along_axis(groups, np.abs(groups).argmax(axis=-1)[..., None], axis=-1)[..., 0]
     best_error = np.full(extreme.shape, np.inf, F32)
     best_scale, best_codes = np.ones(extreme.shape, np.float16), np.zeros(groups.shape, np.uint8)
@@ -72,7 +75,7 @@ def quantize_int4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         scale = _half_scale((extreme * factor) / F32(-8))
         codes = _codes(groups, scale, INT4_ZERO, 15)
         difference = groups - (codes - F32(INT4_ZERO)) * scale.astype(F32)[..., None]
-        error = _tree_sum(difference * difference)
+        error = _tree_sum(difference * difference * counts)
         better = error < best_error
         best_error = np.where(better, error, best_error)
         best_scale = np.where(better, scale, best_scale)
@@ -80,11 +83,12 @@ def quantize_int4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return pack_nibbles(best_codes.reshape(len(groups), -1)), best_scale
 
 
-def quantize_int8(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def quantize_int8(weight: np.ndarray, importance: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Quantizes to 8 bits: w ~ (code-128)*scale, scale = fp16(max|w|/127).
 
     Args:
         weight: `[N,K]`, any float type.
+        importance: Not used: at 8 bits there is nothing to trade.
 
     Returns:
         codes uint8 `[N, ceil(K/64)*64]` (tail 128), scales float16 `[N, ceil(K/64)]`.

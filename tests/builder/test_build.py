@@ -35,6 +35,9 @@ def built(checkpoint_folder, text_file, tmp_path_factory):
     return report, open_bundle(folder / "bundle"), folder
 
 
+EIGHT_BITS = ("embed_tokens.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "down_proj.weight")
+
+
 def tensors(bundle) -> dict[str, np.ndarray]:
     loaded = safetensors.torch.load_file(bundle.file("weights.safetensors"))
     return {
@@ -90,8 +93,11 @@ def test_every_dense_weight_is_there_and_close(built, checkpoint_folder):
         want = checkpoint.param(name).astype(np.float32)
         got, bound = stored.get(name), 0.0
         if got is None:
-            dequantize, bound = (dequantize_int8, 0.01) if "embed" in name else (dequantize_int4, 0.12)
-            got = dequantize(stored[f"{name}.codes"], stored[f"{name}.scales"], want.shape[1])
+            codes, scales = stored[f"{name}.codes"], stored[f"{name}.scales"]
+            eight_bits = codes.shape[1] == 64 * scales.shape[1]
+            assert eight_bits == name.endswith(EIGHT_BITS)
+            dequantize, bound = (dequantize_int8, 0.01) if eight_bits else (dequantize_int4, 0.13)
+            got = dequantize(codes, scales, want.shape[1])
         assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want), name
 
 
@@ -103,7 +109,7 @@ def test_every_expert_is_there_and_close(built, checkpoint_folder):
         for expert, blob in enumerate(store.layer(layer.layer)):
             got = unpack_expert(blob_layout(layer, "int4"), blob)
             for a, b in ((got.gate_up, gate_up[expert]), (got.down, down[expert])):
-                assert np.linalg.norm(a - b) < 0.12 * np.linalg.norm(b)
+                assert np.linalg.norm(a - b) < 0.13 * np.linalg.norm(b)
 
 
 def test_the_calibration_is_no_dummy(built, text_file):

@@ -119,10 +119,10 @@ def test_a_full_disk(target, older, checkpoint_folder, monkeypatch, name):
 
 
 def test_a_real_small_disk(checkpoint_folder, tmp_path, monkeypatch):
-    """A tmpfs of 300 KB, where this test may mount one."""
+    """A tmpfs of 400 KB, where this test may mount one."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", disk]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", disk]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("cannot mount a tmpfs")
     try:

@@ -30,17 +30,18 @@ def test_the_chosen_quantizer_gives_the_reference_bytes(transform):
     for rows, columns in ((1, 1), (3, 63), (5, 64), (7, 65), (64, 576)):
         weight = rng.normal(size=(rows, columns)) * np.exp2(rng.integers(-30, 16, (rows, 1)).astype(float))
         weight = weight.astype(ml_dtypes.bfloat16)
-        for a, b in zip(chosen(weight), QUANTIZERS[transform](weight), strict=True):
-            assert a.dtype == b.dtype
-            assert a.tobytes() == b.tobytes(), (rows, columns)
+        for counts in (None, np.exp2(rng.normal(size=columns) * 4).astype(np.float32)):
+            for a, b in zip(chosen(weight, counts), QUANTIZERS[transform](weight, counts), strict=True):
+                assert a.dtype == b.dtype
+                assert a.tobytes() == b.tobytes(), (rows, columns, counts is None)
 
 
-def wrong(weight):
-    codes, scales = QUANTIZERS["int4"](weight)
+def wrong(weight, importance=None):
+    codes, scales = QUANTIZERS["int4"](weight, importance)
     return codes ^ 1, scales
 
 
-def missing(weight):
+def missing(weight, importance=None):
     raise AttributeError("moec_quantize_int4")
 
 

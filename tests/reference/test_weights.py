@@ -137,3 +137,15 @@ def test_weights_that_cannot_be_quantized_are_refused(wrong):
     for quantize in (quantize_int4, quantize_int8):
         with pytest.raises(MoecError):
             quantize(wrong)
+
+
+def test_importance_lowers_the_error_that_counts():
+    rng = fresh_rng()
+    weight = rng.standard_normal((64, 256)).astype(np.float32)
+    importance = np.exp(2 * rng.standard_normal(256)).astype(np.float32)
+
+    def error(*counts):
+        return (np.square(dequantize_int4(*quantize_int4(weight, *counts), 256) - weight) * importance).sum()
+
+    assert error(importance) < 0.95 * error()
+    assert error(np.full(256, 3.0, np.float32)) == error()

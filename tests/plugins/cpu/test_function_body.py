@@ -1,6 +1,8 @@
-"""The two things that run a moec node on a CPU against each other: generated function body and native kernel."""
+"""What runs a moec node on a CPU: the generated function body against the native kernel."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,19 +19,20 @@ def _relative(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.abs(got - want).max() / np.abs(want).max())
 
 
+def _step(case: AttentionCase, op: Callable, tokens: tuple, counts: list[int]) -> np.ndarray:
+    """Runs rows 0 and 1 on slots 2 and 0; the attributes are in the op already."""
+    names = list(case.inputs(*tokens, [2, 0], counts))
+    return case.run(lambda **given: op(**{n: given[n] for n in names}), *tokens, slots=[2, 0], counts=counts)
+
+
 @pytest.mark.parametrize("cache", ["mkv2", "mkv2_lean", "k4v2", "int8", "fp16", "fp32"])
 def test_attention(cache):
     case = AttentionCase(fresh_rng(), KVLayout(cache, 3, 64, 64, 300), 9, layer=0)
     twin = case.twin()
-    body, kernel = FunctionOp("AsymKVAttention", **case.attributes), CpuOp("AsymKVAttention", **case.attributes)
+    body, kernel = (op("AsymKVAttention", **case.attributes) for op in (FunctionOp, CpuOp))
     for counts in ([100, 37], [64, 0], [1, 1], [63, 64], [1, 1]):
         tokens = case.tokens(2, max(counts))
-        want, got = (
-            c.run(lambda op=op, **inputs: op(**{n: inputs[n] for n in c.inputs(*tokens, [2, 0], counts)}),
-                  *tokens, slots=[2, 0], counts=counts)
-            for c, op in ((case, body), (twin, kernel))
-        )  # fmt: skip
-        assert _relative(got, want) <= 1e-5
+        assert _relative(_step(twin, kernel, tokens, counts), _step(case, body, tokens, counts)) <= 1e-5
     # Slot 1 was never used: its random bytes are no state, but neither may have touched them.
     assert case.state_bytes() == twin.state_bytes()
 
