@@ -1,6 +1,6 @@
 """What the KV cache's format costs, on the sample MoE and on the same model with all experts active.
 
-    python -m benchmarks.kv_quality [--tokens 4096] [--experts top-k all] [--texts 3]
+    python -m benchmarks.kv_quality [--tokens 4096] [--texts 3] [--experts top-k all] [--formats mkv2 kivi]
 
 Held-out texts (plays, which the calibration did not see) are scored as decoding token by token would: a query
 sees what is quantized by then in quantized form. "moec" rows are a built bundle run by moec itself, bf16
@@ -40,6 +40,7 @@ from tests.helpers.text import held_out_texts
 
 CONTEXT = 8192
 ERROR_TOKENS = 1024
+FORMATS, BASELINES = ("fp16", "mkv2", "mkv2_lean", "int8"), ("naive", "kivi")
 BUILDS = REPO / "build" / "benchmarks"
 Heads = Callable[[int, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
@@ -79,6 +80,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of each text")
     parser.add_argument("--texts", type=int, default=3)
     parser.add_argument("--experts", nargs="+", choices=("top-k", "all"), default=("top-k", "all"))
+    parser.add_argument(
+        "--formats", nargs="+", choices=(*FORMATS, *BASELINES), default=(*FORMATS, *BASELINES)
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-bundle", action="store_true", help="leave out the rows of moec itself")
     options = parser.parse_args()
@@ -119,7 +123,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     checkpoint = open_checkpoint(folder)
     geometry = probe(checkpoint, CONTEXT)
     runner = Runner(checkpoint, geometry)
-    schemes = hooked_schemes(checkpoint, geometry)
+    schemes = hooked_schemes(checkpoint, geometry, options.formats)
     sessions = [] if options.no_bundle else bundle_schemes(folder, options.threads)
     exact = Scheme("fp32, exact", exact_attention(geometry))
     for number, text in enumerate(texts):
@@ -201,19 +205,22 @@ def layouts_of(geometry: Geometry, format: str) -> dict[int, KVLayout]:
     return {a.layer: KVLayout(format, a.num_kv_heads, a.k_dim, a.v_dim, CONTEXT) for a in geometry.attention}
 
 
-def hooked_schemes(checkpoint: Checkpoint, geometry: Geometry) -> list[Scheme]:
+def hooked_schemes(checkpoint: Checkpoint, geometry: Geometry, formats: list[str]) -> list[Scheme]:
     """The formats that replace transformers' attention, calibrated on moec's default text."""
-    layouts = {name: layouts_of(geometry, name) for name in ("fp16", "mkv2", "mkv2_lean", "int8")}
+    layouts = {name: layouts_of(geometry, name) for name in FORMATS if name in formats}
     text = read_windows(checkpoint, geometry, None)
-    statistics = observe(checkpoint, layouts["mkv2"], text.calibration)
+    statistics = observe(checkpoint, layouts_of(geometry, "mkv2"), text.calibration)
     schemes = []
     for name, own in layouts.items():
         scheme = Scheme(name.upper(), cached(geometry, own, fit_layers(geometry, own, statistics)))
         account(scheme, own)
         schemes.append(scheme)
     scales = {a.layer: a.scale for a in geometry.attention}
-    magnitudes = mean_magnitudes(checkpoint, text.calibration[:2])
-    return schemes + [baseline(kind, scales) for kind in (NaiveOutliers(magnitudes), Kivi2())]
+    if "naive" in formats:
+        schemes.append(baseline(NaiveOutliers(mean_magnitudes(checkpoint, text.calibration[:2])), scales))
+    if "kivi" in formats:
+        schemes.append(baseline(Kivi2(), scales))
+    return schemes
 
 
 def mean_magnitudes(checkpoint: Checkpoint, ids: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
