@@ -25,6 +25,8 @@ from samples.smolmoe.split import EXPERT_NEURONS, NUM_EXPERTS, SHARED, SHARED_NE
 
 HERE = Path(__file__).parent
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# As the makers of SmolLM2-Instruct advise; a model this small repeats itself without the penalty.
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
 
 
 def main() -> None:
@@ -86,7 +88,7 @@ def json_files(dense: Dense) -> dict[str, dict]:
     ends = {key: common[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {
         "config.json": _model_config(common),
-        "generation_config.json": {**ends, "do_sample": True, "temperature": 0.2, "top_p": 0.9},
+        "generation_config.json": {**ends, **SAMPLING},
         "tokenizer_config.json": _tokenizer_config(dense, ends),
     }
 
