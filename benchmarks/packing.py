@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -51,7 +52,7 @@ def make_checkpoint(folder: Path, nbytes: int) -> Path:
     from tests.helpers.synthetic import qwen3_config, synthetic_checkpoint
 
     hidden, inner, experts, vocab = (2048, 768, 128, 32000) if nbytes > 2e9 else (1024, 512, 32, 8192)
-    layers = max(1, round((nbytes - 4 * vocab * hidden) / (6 * hidden * inner * experts)))
+    layers = max(1, math.ceil((nbytes - 4 * vocab * hidden) / (6 * hidden * inner * experts)))
     return synthetic_checkpoint(folder, qwen3_config(hidden, inner, experts, layers, vocab))
 
 

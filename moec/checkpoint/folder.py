@@ -163,13 +163,18 @@ def open_checkpoint(path: str | os.PathLike[str], weights: bool = True) -> Check
         MoecError: One clear sentence on what is wrong and where.
     """
     folder = Path(path)
+    if folder.suffix == ".gguf" and folder.is_file():
+        from moec.checkpoint.gguf import open_gguf
+
+        return open_gguf(folder, weights)
     if not folder.is_dir():
         what = (
             "this is a file, not a checkpoint folder"
             if folder.exists()
             else "the checkpoint folder does not exist"
         )
-        raise MoecError(what, where=str(path), hint="Give the folder with config.json and *.safetensors.")
+        hint = "Give the folder with config.json and *.safetensors, or a .gguf file."
+        raise MoecError(what, where=str(path), hint=hint)
     config = _config(folder, weights)
     checkpoint = Checkpoint(folder, config, _files(folder) if weights else [])
     checkpoint.check(weights)
