@@ -12,6 +12,7 @@ from moec.errors import MoecError
 _INPUTS = (
     (r"input_ids|slot_ids|lengths|num_tokens", "request"),
     (r"kv\.\d+\.(blocks|ring)", "cache"),
+    (r"state\.\d+\.\w+", "cache"),
     (r"kv\.\d+\.(k_mean|k_ref|k_order|v_ref)", "calibration"),
     (r"moe\.\d+\.experts", "store"),
 )

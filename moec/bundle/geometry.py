@@ -80,6 +80,26 @@ class MoELayer:
 
 
 @dataclass(frozen=True)
+class StateTensor:
+    """A recurrent state of a linear-attention or convolution layer: float32 `[B, *shape]`, zero at length 0.
+
+    Attributes:
+        layer: Index among the decoder layers.
+        name: conv0, conv1, ... (the last tokens before a convolution) | recurrent.
+        shape: Without the slots' axis.
+    """
+
+    layer: int
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def input(self) -> str:
+        """Name of the graph input; its output has ".out" appended."""
+        return f"state.{self.layer}.{self.name}"
+
+
+@dataclass(frozen=True)
 class Geometry:
     """The model's shapes. `max_context` is what the model allows, in tokens."""
 
@@ -89,11 +109,13 @@ class Geometry:
     max_context: int
     attention: tuple[AttentionLayer, ...]
     moe: tuple[MoELayer, ...]
+    states: tuple[StateTensor, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """A tree of plain JSON values."""
         tree = dataclasses.asdict(self)
-        return {**tree, "attention": list(tree["attention"]), "moe": list(tree["moe"])}
+        states = [{**state, "shape": list(state["shape"])} for state in tree["states"]]
+        return {**tree, "attention": list(tree["attention"]), "moe": list(tree["moe"]), "states": states}
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Geometry:
@@ -101,6 +123,8 @@ class Geometry:
         fields = dict(tree)
         fields["attention"] = tuple(from_fields(AttentionLayer, x) for x in fields.get("attention", ()))
         fields["moe"] = tuple(from_fields(MoELayer, x) for x in fields.get("moe", ()))
+        states = ({**x, "shape": tuple(x["shape"])} for x in fields.get("states", ()))
+        fields["states"] = tuple(from_fields(StateTensor, x) for x in states)
         return from_fields(cls, fields)
 
 

@@ -18,6 +18,7 @@ from moec.checkpoint import Checkpoint
 from moec.frontend import families
 from moec.frontend.hooks import NAME, KVLayer, Trace, tracing
 from moec.frontend.probe import cache_layers, probe, use_hooks, window_of
+from moec.frontend.recurrent import RecurrentLayer, replaced_scans
 from moec.frontend.simplify import simplify
 from moec.frontend.translate import TABLE
 
@@ -39,31 +40,39 @@ class _Step(torch.nn.Module):
 
     def __init__(self, causal_lm: Any, windows: list[int], geometry: Geometry) -> None:
         super().__init__()
-        self.causal_lm, self.windows = causal_lm, windows
+        self.causal_lm, self.windows, self.recurrent = causal_lm, windows, geometry.states
         self.attending = [a.layer for a in geometry.attention]
         names = {n: m for n, m in causal_lm.named_modules()}
         self.moe = {id(names[m.down.rpartition(".")[0]]): m for m in geometry.moe}
 
     def forward(self, input_ids, slot_ids, lengths, num_tokens, states):
-        """int32 `[b,S]`, `[b]`, `[B]`, `[b]`; states key, value of each layer `[B,Hkv,M,D]`."""
+        """int32 `[b,S]`, `[b]`, `[B]`, `[b]`; key and value `[B,Hkv,M,D]`, then recurrent states."""
         start = torch.index_select(lengths, 0, slot_ids)
         steps = torch.arange(input_ids.shape[1], dtype=torch.int64)
         positions = start.to(torch.int64)[:, None] + steps
         layers = self._layers(states)
-        trace = Trace(layers, slot_ids, start, positions, self.moe)
-        with tracing(trace), self._last_token(num_tokens):
+        trace = Trace(layers, slot_ids, start, num_tokens, positions, self.moe)
+        with tracing(trace), replaced_scans(self.causal_lm), self._last_token(num_tokens):
             out = self.causal_lm(
                 input_ids=input_ids,
                 position_ids=positions,
                 cache=_cache(self.causal_lm.config, layers),
                 use_cache=True,
             )
-        return out.logits, [t for i in self.attending for t in layers[i].updated]
+        cached = [t for i in self.attending for t in layers[i].updated]
+        return out.logits, cached + [layers[s.layer].updated[s.name] for s in self.recurrent]
 
-    def _layers(self, states: list[torch.Tensor]) -> list[KVLayer]:
-        pairs = dict(zip(self.attending, zip(states[::2], states[1::2], strict=True), strict=True))
+    def _layers(self, states: list[torch.Tensor]) -> list[Any]:
+        kv = 2 * len(self.attending)
+        pairs = dict(zip(self.attending, zip(states[:kv:2], states[1:kv:2], strict=True), strict=True))
+        recurrent: dict[int, dict[str, torch.Tensor]] = {}
+        for state, tensor in zip(self.recurrent, states[kv:], strict=True):
+            recurrent.setdefault(state.layer, {})[state.name] = tensor
         any_pair = next(iter(pairs.values()))
-        return [KVLayer(*pairs.get(i, any_pair), window) for i, window in enumerate(self.windows)]
+        return [
+            RecurrentLayer(i, recurrent[i]) if i in recurrent else KVLayer(*pairs.get(i, any_pair), window)
+            for i, window in enumerate(self.windows)
+        ]
 
     @contextlib.contextmanager
     def _last_token(self, num_tokens: torch.Tensor) -> Iterator[None]:
@@ -76,7 +85,7 @@ class _Step(torch.nn.Module):
             handle.remove()
 
 
-def _cache(config: Any, layers: list[KVLayer]) -> Any:
+def _cache(config: Any, layers: list[Any]) -> Any:
     from transformers import DynamicCache
 
     cache = DynamicCache(config=config)
@@ -124,6 +133,7 @@ def _arguments(geometry: Geometry, batch: int, context: int) -> tuple[Any, ...]:
     states = []
     for a in geometry.attention:
         states += [zero.expand(batch, a.num_kv_heads, context, d) for d in (a.k_dim, a.v_dim)]
+    states += [zero.expand(batch, *s.shape) for s in geometry.states]
     rows = torch.zeros(2, 3, dtype=i32), torch.zeros(2, dtype=i32), torch.zeros(batch, dtype=i32)
     return (*rows, torch.ones(2, dtype=i32), states)
 
@@ -150,6 +160,7 @@ def _rename(model: ir.Model, ckpt: Checkpoint, geometry: Geometry) -> None:
     """Inputs and outputs get the contract's names, initializers the names of transformers."""
     graph = model.graph
     state = [f"kv.{a.layer}.{part}" for a in geometry.attention for part in ("key", "value")]
+    state += [s.input for s in geometry.states]
     for value, name in zip(graph.inputs, [*_ROWS, *state], strict=True):
         value.name = name
     for value, name in zip(graph.outputs, ["logits", *(f"{n}.out" for n in state)], strict=True):

@@ -50,13 +50,15 @@ class ExpertsCall:
 class Trace:
     """State of one run: the caches and rows of a capture, or the record of a probe (no `slot_ids`)."""
 
-    layers: list[KVLayer]
+    layers: list[Any]
     slot_ids: torch.Tensor | None = None
     start: torch.Tensor | None = None
+    num_tokens: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     moe: dict[int, MoELayer] = field(default_factory=dict)  # by id of the experts module
     attention: list[AttentionCall] = field(default_factory=list)
     experts: list[ExpertsCall] = field(default_factory=list)
+    recurrent: Any = None  # the recurrent layer that is running
 
     @property
     def probing(self) -> bool:
@@ -68,6 +70,12 @@ class _Current(threading.local):
 
 
 _CURRENT = _Current()
+
+
+def current() -> Trace:
+    """What is being traced in this thread."""
+    assert _CURRENT.trace is not None
+    return _CURRENT.trace
 
 
 @contextlib.contextmanager

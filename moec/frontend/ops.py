@@ -18,6 +18,13 @@ _LIB.define(
     "Tensor? down_bias, str activation, bool gated, bool transposed, bool interleaved, float alpha, "
     "float limit, int layer) -> Tensor"
 )
+_LIB.define(
+    "conv_state(Tensor x, Tensor state, Tensor slot_ids, Tensor start, Tensor num_tokens) -> (Tensor, Tensor)"
+)
+_LIB.define(
+    "recurrence(Tensor decay, Tensor value, Tensor key, Tensor query, Tensor? beta, Tensor state, "
+    "Tensor slot_ids, Tensor start) -> (Tensor, Tensor)"
+)
 _LIB.define("last_hidden(Tensor hidden, Tensor num_tokens) -> Tensor")
 
 
@@ -32,6 +39,18 @@ def _attention(q, k, v, past_k, past_v, *_):
 def _experts(x, *_):
     """x `[T,H]`, ids and weights `[T,K]` -> `[T,H]`."""
     return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("moec::conv_state", lib=_LIB)
+def _conv_state(x, state, *_):
+    """x `[b,C,S]`, state `[B,C,K]` -> the K tokens before and x `[b,C,K+S]`, and the state updated."""
+    return x.new_empty(x.shape[0], x.shape[1], state.shape[2] + x.shape[2]), torch.empty_like(state)
+
+
+@torch.library.register_fake("moec::recurrence", lib=_LIB)
+def _recurrence(decay, value, key, query, beta, state, *_):
+    """value `[b,S,H,P]`, key and query `[b,S,H,N]`, state `[B,H,P,N]` -> out `[b,S,H,P]`, and the state."""
+    return value.new_empty(value.shape), torch.empty_like(state)
 
 
 @torch.library.register_fake("moec::last_hidden", lib=_LIB)

@@ -14,6 +14,7 @@ from moec.errors import MoecError
 from moec.frontend import families
 from moec.frontend.activation import activation_of
 from moec.frontend.hooks import NAME, AttentionCall, ExpertsCall, KVLayer, Trace, tracing, up_name
+from moec.frontend.recurrent import RecurrentLayer, replaced_scans
 
 
 def probe(ckpt: Checkpoint, context: int) -> Geometry:
@@ -38,25 +39,32 @@ def probe(ckpt: Checkpoint, context: int) -> Geometry:
     moe = tuple(_moe(c, names[id(c.module)]) for c in trace.experts)
     if not moe:
         raise MoecError(f"{config.model_type}: its experts cannot be captured", where=str(ckpt.path))
-    return Geometry(config.model_type, config.vocab_size, config.hidden_size, limit, attention, moe)
+    states = tuple(s for x in trace.layers if isinstance(x, RecurrentLayer) for s in x.seen.values())
+    return Geometry(config.model_type, config.vocab_size, config.hidden_size, limit, attention, moe, states)
 
 
 def cache_layers(config: Any) -> list[Any]:
-    """transformers' own cache layers of this model: they know each layer's window.
+    """transformers' own cache layers of this model: they know windows and which layers are recurrent.
 
     Raises:
-        MoecError: A layer keeps a state other than keys and values (linear attention, convolutions).
+        MoecError: A layer keeps something else than keys and values or recurrent states.
     """
-    from transformers import DynamicCache
+    from transformers import DynamicCache, cache_utils
 
     layers = DynamicCache(config=config).layers
     # Families that leave their layers to be made on first use have plain full attention everywhere.
-    layers += [None] * (config.num_hidden_layers - len(layers))
-    kinds = getattr(config, "layer_types", None) or []
-    odd = [k for k in kinds if k not in ("full_attention", "sliding_attention", "chunked_attention")]
-    if odd:
-        raise MoecError(f"{config.model_type}: layers of type {odd[0]} are not supported")
+    layers += [cache_utils.DynamicLayer() for _ in range(config.num_hidden_layers - len(layers))]
+    known = ("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer")
+    kinds = getattr(config, "layer_types", None) or [type(layer).__name__ for layer in layers]
+    for kind, layer in zip(kinds, layers, strict=False):
+        if type(layer).__name__ not in known:
+            raise MoecError(f"{config.model_type}: layers of type {kind} are not supported")
     return layers
+
+
+def is_recurrent(layer: Any) -> bool:
+    """Whether one of transformers' cache layers has a state in place of keys and values."""
+    return type(layer).__name__ == "LinearAttentionLayer"
 
 
 def window_of(layer: Any) -> int:
@@ -70,11 +78,14 @@ def _run(ckpt: Checkpoint) -> Trace:
     model = meta_model(ckpt.config, attn_implementation=NAME)
     use_hooks(model)
     empty = torch.empty(0, device="meta")
-    layers = [KVLayer(empty, empty, window_of(layer)) for layer in cache_layers(ckpt.config)]
+    layers = [
+        RecurrentLayer(i) if is_recurrent(layer) else KVLayer(empty, empty, window_of(layer))
+        for i, layer in enumerate(cache_layers(ckpt.config))
+    ]
     cache = DynamicCache(config=ckpt.config)
     cache.layers = layers
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    with torch.no_grad(), families.patched(model), tracing(Trace(layers)) as trace:
+    with torch.no_grad(), families.patched(model), replaced_scans(model), tracing(Trace(layers)) as trace:
         model(input_ids=ids, cache=cache, use_cache=True)
     trace.names = {id(m): n for n, m in model.named_modules()}
     return trace

@@ -142,5 +142,8 @@ def _name_last_hidden(model: ir.Model) -> None:
     """The gather before the output projection, see `rewrite/graph_edit.py`."""
     for node in model.graph:
         batch_dims = node.attributes.get("batch_dims")
-        if node.op_type == "GatherND" and batch_dims is not None and batch_dims.as_int() == 1:
+        indices = node.inputs[1] if node.op_type == "GatherND" else None
+        if indices is None or batch_dims is None or batch_dims.as_int() != 1:
+            continue
+        if indices.shape is not None and len(indices.shape) == 2:  # one token a row
             node.inputs[0].name, node.outputs[0].name = "moec.all_hidden", "moec.last_hidden"

@@ -10,6 +10,7 @@ import torch
 from onnxscript.onnx_opset import opset24 as op
 
 from moec.frontend import ops as _ops  # noqa: F401  (defines torch.ops.moec)
+from moec.frontend import recurrent_onnx
 
 
 def _ints(*values: int) -> Any:
@@ -148,6 +149,8 @@ def linear(x, weight, bias=None):
 TABLE = {
     torch.ops.moec.attention.default: attention,
     torch.ops.moec.experts.default: experts,
+    torch.ops.moec.conv_state.default: recurrent_onnx.conv_state,
+    torch.ops.moec.recurrence.default: recurrent_onnx.recurrence,
     torch.ops.moec.last_hidden.default: last_hidden,
     torch.ops.aten.linear.default: linear,
 }

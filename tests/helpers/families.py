@@ -53,4 +53,31 @@ OTHERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Families of attention layers that nobody named."""
 
-OVERRIDES = NAMED | OTHERS
+_DELTA_NET = dict(
+    layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=16, linear_value_head_dim=16,
+)  # fmt: skip
+
+RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_next": _DELTA_NET,
+    "qwen3_5_moe_text": _DELTA_NET,
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=1, conv_L_cache=3),
+    "jamba": dict(
+        attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
+        mamba_d_state=16, mamba_dt_rank=8,
+    ),
+    "granitemoehybrid": dict(
+        layer_types=["linear_attention", "full_attention"], mamba_n_heads=8, mamba_d_head=32,
+        mamba_d_state=16, mamba_n_groups=2, shared_intermediate_size=80,
+    ),
+    "nemotron_h": dict(
+        layer_types=["linear_attention", "moe", "full_attention", "mlp"], num_hidden_layers=4,
+        mamba_num_heads=8, mamba_head_dim=16, n_groups=2, ssm_state_size=16,
+    ),
+}  # fmt: skip
+"""Families with linear-attention, state-space or convolution layers beside attention."""
+
+ONE_PASS = ("nemotron_h",)
+"""transformers' single steps differ from its own pass over a whole text here (1e-3 of the range)."""
+
+OVERRIDES = NAMED | OTHERS | RECURRENT

@@ -1,4 +1,4 @@
-"""How close a router's decision was: a token whose margin is tiny may go to another expert in any other sum."""
+"""Which tokens a router could as well send elsewhere: in another order of sums they may go there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 from moec.bundle.geometry import Geometry, MoELayer
 from moec.reference.routing import RouterConfig, route
-
 
 MARGIN = 1e-5
 

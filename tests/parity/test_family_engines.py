@@ -1,4 +1,4 @@
-"""A TensorRT-RTX engine of every family: it builds without a GPU, and every layer is the plugin it should be."""
+"""A TensorRT-RTX engine of every family: it builds without a GPU, every layer is the plugin it should be."""
 
 from __future__ import annotations
 
