@@ -39,7 +39,7 @@ _ENGINE = {
 }
 _SOURCES = (
     (r"input_ids|slot_ids|lengths|num_tokens", "request"),
-    (r"kv\.\d+\.(blocks|ring)", "cache"),
+    (r"kv\.\d+\.(blocks|ring)|state\.\d+\.\w+", "cache"),
     (r"kv\.\d+\.(k_mean|k_ref|k_order|v_ref)", "calibration"),
     (r"moe\.\d+\.experts", "store"),
 )
@@ -57,7 +57,9 @@ class EngineBinding:
         source: request | cache | calibration | store | weights (inputs), result | cache (outputs).
         place: Bytes in a file of the bundle (calibration, store, weights).
         transform: none, or cast: the file's elements are converted to `dtype` at upload.
-        alias_of: For an output, the input whose memory it is.
+        alias_of: For an output, the input whose memory it is. The state of a recurrent layer is written by
+            standard layers, which cannot write in place: its output "X.out" of source cache is a second
+            buffer, exchanged with the input X after every step.
     """
 
     name: str
@@ -140,7 +142,8 @@ def _check_place(binding: EngineBinding) -> None:
 
 def _output(binding: EngineBinding, aliases: Mapping[str, str]) -> EngineBinding:
     alias = aliases.get(binding.name)
-    return replace(binding, source="cache" if alias else "result", alias_of=alias)
+    cached = alias or binding.name.startswith("state.")
+    return replace(binding, source="cache" if cached else "result", alias_of=alias)
 
 
 def memory_plan(table: Iterable[EngineBinding], report: EngineReport) -> MemoryPlan:

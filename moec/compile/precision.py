@@ -1,9 +1,10 @@
 """Turns a graph of float32 activations into one of fp16 or bf16 activations, for strongly typed TensorRT.
 
 A value is an activation if it depends on a weight; positions and rotary angles do not, and stay float32 (an
-angle in fp16 is wrong from position 2048 on). A node with an activation among its inputs computes in the
-activation type, and its other float inputs are cast; reductions and powers of activations, which overflow
-fp16, and products with a float32 matrix (routers) compute in float32 until they meet an activation again.
+angle in fp16 is wrong from position 2048 on), as do the recurrences of linear attention (Scan). A node with
+an activation among its inputs computes in the activation type, and its other float inputs are cast;
+reductions and powers of activations, which overflow fp16, and products with a float32 matrix (routers)
+compute in float32 until they meet an activation again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from moec.errors import MoecError
 
 _FLOAT32_OPS = frozenset({
     "Pow", "Exp", "Log", "Softmax", "LogSoftmax", "Reciprocal", "Sqrt", "ReduceMean", "ReduceSum", "ReduceL2",
-    "ReduceSumSquare", "ReduceLogSumExp", "CumSum",
+    "ReduceSumSquare", "ReduceLogSumExp", "CumSum", "Scan",
 })  # fmt: skip
 _A, _F = "activation", "float"
 _OTHER = None
@@ -73,7 +74,8 @@ class ActivationType:
 
     def _standard(self, node: ir.Node) -> None:
         exact = node.op_type == "MatMul" and node.inputs[1].dtype == ir.DataType.FLOAT
-        inside = ir.DataType.FLOAT if exact or node.op_type in _FLOAT32_OPS else self.dtype
+        exact = exact or node.op_type in _FLOAT32_OPS or _writes_state(node)
+        inside = ir.DataType.FLOAT if exact else self.dtype
         for index, value in enumerate(node.inputs):
             if value is not None and value.dtype in (self.dtype, ir.DataType.FLOAT):
                 self._want(node, index, inside)
@@ -106,6 +108,11 @@ class ActivationType:
         result.name, result.type, result.shape = name, ir.TensorType(ir.DataType.FLOAT), output.shape
         self.graph.append(cast)
         self.graph.outputs[index] = result
+
+
+def _writes_state(node: ir.Node) -> bool:
+    """The states of recurrent layers are kept in float32."""
+    return node.op_type == "ScatterND" and (node.inputs[0].name or "").startswith("state.")
 
 
 _INT64, _BOOL = ir.DataType.INT64, ir.DataType.BOOL
