@@ -17,6 +17,7 @@ Examples:
   moec build ./checkpoint -o ./bundle --target sm_89,sm_120 --dtype bf16
   moec build ./checkpoint -o ./bundle --kv fp16 --weights bf16 --experts bf16
   moec build ./only-config -o ./plan --plan-only
+  moec build ./model-Q8_0.gguf -o ./bundle
   moec build ./checkpoint -o ./bundle --calibration my-text.txt --dump-dir ./graphs -v
 
 \b
@@ -93,7 +94,7 @@ def build(
     plan_only: bool,
     verbose: bool,
 ) -> None:
-    """Compile the Hugging Face MoE checkpoint in folder MODEL into a bundle.
+    """Compile MODEL into a bundle: a folder with a Hugging Face MoE checkpoint, or a .gguf file.
 
     The bundle is complete: graph, packed weights, calibration, tokenizer. Copy the folder anywhere and run it
     with `moec run`. A build that fails or is interrupted leaves nothing behind; an older bundle at the same
