@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from moec.checkpoint.quantized import METHODS, StoredTensors
 from moec.checkpoint.safetensors_file import SafetensorsFile
 from moec.errors import MoecError
 
@@ -43,10 +44,12 @@ class Checkpoint:
 
         self.path, self.config, self.files = path, config, files
         self._mapped = 0  # bytes that were read since the mapped pages were given back
-        self._where = {name: f for f in files for name in f.tensors}
+        self._quantization = config.__dict__.pop("quantization_config", None)
+        where = {name: f for f in files for name in f.tensors}
+        self._tensors = StoredTensors(where, self._quantization)
         self._meta = meta_model(config)
         self._shapes = {n: tuple(t.shape) for n, t in self._meta.state_dict().items()}
-        self._sources = resolve(self._meta, self._where)
+        self._sources = resolve(self._meta, self._tensors.names())
         self._tied = {k: v for k, v in self._meta.all_tied_weights_keys.items() if k not in self._sources}
 
     def param_names(self) -> list[str]:
@@ -78,7 +81,7 @@ class Checkpoint:
         if source is None:
             raise MoecError(f"the checkpoint has no tensor for {name}", where=str(self.path))
         tensor = materialize(
-            self.canonical(name), source, lambda n: to_torch(self._where[n].view(n)), self._meta, expert
+            self.canonical(name), source, lambda *n: to_torch(self._tensors.read(*n)), self._meta, expert
         )
         want = self._shapes[name] if expert is None else self._shapes[name][1:]
         if tuple(tensor.shape) != want:
@@ -123,8 +126,25 @@ class Checkpoint:
         from moec.checkpoint.skeleton import quiet
 
         options = {"attn_implementation": "eager", **kwargs}
+        if self._quantization:
+            return self._dequantized(dtype or torch.float32, options)
         with quiet():
             model = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype or torch.float32, **options)
+        return model.eval()
+
+    def _dequantized(self, dtype: Any, options: dict[str, Any]) -> Any:
+        """transformers runs a quantized checkpoint on the hardware it was made for only."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from moec.checkpoint.arrays import to_torch
+        from moec.checkpoint.skeleton import quiet
+
+        with quiet():
+            model = AutoModelForCausalLM.from_config(self.config, dtype=dtype, **options)
+        with torch.no_grad():
+            for name, tensor in model.state_dict().items():
+                tensor.copy_(to_torch(self.param(name)))
         return model.eval()
 
     def check(self, weights: bool = True) -> None:
@@ -175,10 +195,25 @@ def open_checkpoint(path: str | os.PathLike[str], weights: bool = True) -> Check
         )
         hint = "Give the folder with config.json and *.safetensors, or a .gguf file."
         raise MoecError(what, where=str(path), hint=hint)
+    folder = _snapshot(folder)
     config = _config(folder, weights)
     checkpoint = Checkpoint(folder, config, _files(folder) if weights else [])
     checkpoint.check(weights)
     return checkpoint
+
+
+def _snapshot(folder: Path) -> Path:
+    """A model's folder in the Hugging Face cache stands for its snapshot (refs/main, or the only one)."""
+    snapshots = folder / "snapshots"
+    if (folder / "config.json").exists() or not snapshots.is_dir():
+        return folder
+    main = folder / "refs" / "main"
+    names = [main.read_text().strip()] if main.is_file() else sorted(p.name for p in snapshots.iterdir())
+    if len(names) != 1 or not (snapshots / names[0]).is_dir():
+        raise MoecError(
+            "which snapshot is meant?", where=str(folder), hint="Give a folder below snapshots/ of it."
+        )
+    return snapshots / names[0]
 
 
 def _config(folder: Path, weights: bool) -> Any:
@@ -197,11 +232,12 @@ def _config(folder: Path, weights: bool) -> Any:
         )
     if weights and raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
-        raise MoecError(
-            f"the checkpoint is already quantized ({method})",
-            where=str(folder / "config.json"),
-            hint="Give the bf16, fp16 or fp32 checkpoint: moec quantizes itself.",
-        )
+        if method not in METHODS:
+            raise MoecError(
+                f"the checkpoint is already quantized ({method})",
+                where=str(folder / "config.json"),
+                hint="Give the bf16, fp16 or fp32 checkpoint (or fp8, mxfp4): moec quantizes itself.",
+            )
     try:
         return AutoConfig.from_pretrained(folder)
     except Exception as e:  # transformers raises many types for bad fields

@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-Read = Callable[[str], torch.Tensor]
+Read = Callable[[str, int | None], torch.Tensor]
 
 
 @dataclass
@@ -72,13 +72,12 @@ def materialize(name: str, source: Source, read: Read, model: Any, expert: int |
     Args:
         name: Parameter name in transformers.
         source: From `resolve`.
-        read: Gives a checkpoint tensor by name.
+        read: Gives a checkpoint tensor by name, or one slice of its first axis.
         model: The model on the meta device (some conversions ask its config).
         expert: Index into the first axis; None for the whole parameter.
     """
     if source.converter is None:
-        tensor = read(source.names()[0])
-        return tensor if expert is None else tensor[expert]
+        return read(source.names()[0], expert)
     groups = {p: _pick(source, names, read, expert) for p, names in source.tensors.items()}
     converter = copy.deepcopy(source.converter)
     converter.collected_tensors = groups
@@ -90,7 +89,7 @@ def materialize(name: str, source: Source, read: Read, model: Any, expert: int |
 
 def _pick(source: Source, names: list[str], read: Read, expert: int | None) -> list[torch.Tensor]:
     if expert is None:
-        return [read(n) for n in names]
+        return [read(n, None) for n in names]
     if source.is_listed_per_expert():
-        return [read(names[expert])]
-    return [read(n)[expert : expert + 1] for n in names]
+        return [read(names[expert], None)]
+    return [read(n, expert)[None] for n in names]

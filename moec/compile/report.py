@@ -83,7 +83,11 @@ def profile_report(
     layers = [layer for layer in log.layers if layer.profile == index]
     plugin_layers = Counter(plugins[layer.name] for layer in layers if _is_plugin(layer, plugins))
     state = {*aliases, *aliases.values()}
-    copies = [layer.name for layer in layers if layer.is_copy or _touches(layer, state, plugins)]
+    # Standard layers write recurrent states: those are copied. A copy of a KV cache still touches it.
+    recurrent = any(tensor.name.startswith("state.") for tensor in log.bindings)
+    copies = [
+        layer.name for layer in layers if (layer.is_copy and not recurrent) or _touches(layer, state, plugins)
+    ]
     return ProfileReport(
         name=PROFILES[index],
         plugin_layers=dict(sorted(plugin_layers.items())),

@@ -42,54 +42,47 @@ def conv_state(x, state, slot_ids, start, num_tokens):
 
 
 def recurrence(decay, value, key, query, beta, state, slot_ids, start):
-    """S = decay S + w key^T with w = value, or beta (value - S key): the delta rule; out = S query."""
-    scanned = [decay, value, key, query, *([beta] if beta is not None else [])]
+    """S = decay S + w key^T with w = value, or beta (value - S key): the delta rule; out = S query.
+
+    All vectors are columns or rows before the Scan, tokens are its first axis, products are sums:
+    TensorRT-RTX 1.7.1 miscounts elements where a loop reshapes a slice, or multiplies it as a matrix.
+    """
+    last = _ints(-1)
+    row = _ints(-2)
+    vectors = [decay, op.Unsqueeze(value, last), op.Unsqueeze(key, row), op.Unsqueeze(query, row)]
+    if beta is not None:
+        vectors.append(op.Unsqueeze(beta, _ints(-1, -2)))
+    vectors = [op.Transpose(x, perm=[1, 0, 2, 3, 4]) for x in vectors]
     rows = _rows(state, slot_ids, start)
-    body = _body(rows, scanned)
-    last, out = call_op(
-        "Scan", rows, *scanned, _num_outputs=2, body=body, num_scan_inputs=len(scanned),
-        scan_input_axes=[1] * len(scanned), scan_output_axes=[1],
-    )  # fmt: skip
-    return out, _put(state, slot_ids, last)
+    new, out = call_op(
+        "Scan", rows, *vectors, _num_outputs=2, body=_body(len(vectors)), num_scan_inputs=len(vectors)
+    )
+    return op.Squeeze(op.Transpose(out, perm=[1, 0, 2, 3, 4]), last), _put(state, slot_ids, new)
 
 
-def _body(rows: Any, scanned: list[Any]) -> ir.Graph:
-    """One token: state `[b,H,P,N]` and slices of the scanned values -> the next state and out `[b,H,P]`."""
-    names = ("decay", "value", "key", "query", "beta")
-    state = _value("state", ir.Shape(rows.shape) if rows.shape is not None else None)
-    inputs = [_value(n, ir.Shape([*x.shape[:1], *x.shape[2:]])) for n, x in zip(names, scanned, strict=False)]
-    decay, value, key, query, *beta = inputs
-    tape = _Tape()
-    decayed = tape.op("Mul", decay, state)
-    column, row = tape.op("Unsqueeze", key, tape.ints(-1)), tape.op("Unsqueeze", key, tape.ints(-2))
+def _body(count: int) -> ir.Graph:
+    """One token: state `[b,H,P,N]` and its vectors -> the next state and out `[b,H,P,1]`."""
+    inputs = [_value(n) for n in ("state", "decay", "value", "key", "query", "beta")[: 1 + count]]
+    state, decay, value, key, query, *beta = inputs
+    nodes = [ir.node("Constant", [], {"value": ir.tensor(np.array([-1]))})]
+    axis = nodes[0].outputs[0]
+    axis.name = "token.axis"
+
+    def add(kind: str, a: ir.Value, b: ir.Value, **attributes: int) -> ir.Value:
+        nodes.append(ir.node(kind, [a, b], attributes or None))
+        out = nodes[-1].outputs[0]
+        out.name, out.type = f"token.{len(nodes)}", ir.TensorType(ir.DataType.FLOAT)
+        return out
+
+    def read(matrix: ir.Value, row: ir.Value) -> ir.Value:
+        return add("ReduceSum", add("Mul", matrix, row), axis, keepdims=1)
+
+    decayed = add("Mul", decay, state)
     if beta:
-        known = tape.op("Squeeze", tape.op("MatMul", decayed, column), tape.ints(-1))
-        missing = tape.op("Sub", value, known)
-        value = tape.op("Mul", missing, tape.op("Unsqueeze", beta[0], tape.ints(-1)))
-    update = tape.op("Mul", tape.op("Unsqueeze", value, tape.ints(-1)), row)
-    new = tape.op("Add", decayed, update)
-    read = tape.op("MatMul", new, tape.op("Unsqueeze", query, tape.ints(-1)))
-    out = tape.op("Squeeze", read, tape.ints(-1))
-    for result, like in ((new, state), (out, inputs[1])):
-        result.type, result.shape = like.type, like.shape
-    return ir.Graph([state, *inputs], [new, out], nodes=tape.nodes, name="token")
+        value = add("Mul", add("Sub", value, read(decayed, key)), beta[0])
+    new = add("Add", decayed, add("Mul", value, key))
+    return ir.Graph(inputs, [new, read(new, query)], nodes=nodes, name="token")
 
 
-def _value(name: str, shape: ir.Shape | None) -> ir.Value:
-    return ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=shape)
-
-
-class _Tape:
-    """Nodes of the body, in order."""
-
-    def __init__(self) -> None:
-        self.nodes: list[ir.Node] = []
-
-    def op(self, kind: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        node = ir.node(kind, list(inputs), attributes or None)
-        node.outputs[0].name = f"token.{len(self.nodes)}"
-        self.nodes.append(node)
-        return node.outputs[0]
-
-    def ints(self, *values: int) -> ir.Value:
-        return self.op("Constant", value=ir.tensor(np.array(values, np.int64)))
+def _value(name: str) -> ir.Value:
+    return ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT))

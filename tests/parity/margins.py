@@ -38,14 +38,15 @@ def recorded(model: torch.nn.Module, geometry: Geometry, graph: ir.Graph) -> Ite
 
 
 def _router_weight(model: torch.nn.Module, moe: MoELayer) -> str:
-    """The only matrix of E rows of that layer outside the experts."""
+    """The only matrix of E rows beside the experts, or else of that layer."""
     layer = moe.down[: moe.down.index(f".{moe.layer}.") + len(f".{moe.layer}.")]
     shape = (moe.num_experts, moe.hidden_size)
     experts = moe.down.rpartition(".")[0]
     names = [n for n, p in model.named_parameters() if n.startswith(layer) and tuple(p.shape) == shape]
     names = [n for n in names if not n.startswith(experts)]
-    assert len(names) == 1, names
-    return names[0]
+    beside = [n for n in names if n.startswith(experts.rpartition(".")[0] + ".")]
+    assert len(beside or names) == 1, names
+    return (beside or names)[0]
 
 
 def _record(model: torch.nn.Module, name: str, moe: MoELayer, node: ir.Node | None, record: list):
