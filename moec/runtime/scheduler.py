@@ -31,6 +31,7 @@ class Backend(Protocol):
     vocab_size: int
     lengths: np.ndarray
     cache_bytes: int
+    recurrent: bool
 
     def set_length(self, slot: int, length: int) -> None: ...
     def step(
@@ -151,6 +152,8 @@ class Scheduler:
     def _reusable(self, slot: Slot, prompt: list[int]) -> int:
         """How many cached tokens can stay: the common prefix, but one token must be left to run."""
         shared = min(common_prefix(slot.tokens, prompt), len(prompt) - 1)
+        if self.backend.recurrent and shared < len(slot.tokens):
+            return 0  # a recurrent state knows no way back
         return shared if can_roll_back(self._layouts, len(slot.tokens), shared) else 0
 
     def _prefill(self, slot: Slot) -> None:

@@ -39,6 +39,8 @@ class ToyBackend:
     A slot that gets the token `poison` fails, like a damaged expert that only one request routes to.
     """
 
+    recurrent = False
+
     def __init__(self, batch: int, context: int, vocab: int, seed: int, poison: int | None = None) -> None:
         self.batch, self.context, self.vocab_size, self.cache_bytes = batch, context, vocab, 1000
         self.model, self.poison = ToyModel(vocab, seed), poison
