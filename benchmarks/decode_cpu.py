@@ -29,12 +29,13 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=REPO / "samples" / "smolmoe" / "checkpoint")
     parser.add_argument("--bundle", type=Path, help="a bundle of it; made with the defaults where not given")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     options = parser.parse_args()
     bundle = options.bundle or _build(options.checkpoint)
     session = moec.load(bundle, "cpu", threads=options.threads)
     model = hf.load_reference(options.checkpoint, options.threads)
-    text = held_out(options.checkpoint, max(CONTEXTS))[0]
-    rows = [_measure(session, model, text[:context]) for context in CONTEXTS]
+    text = held_out(options.checkpoint, max(options.contexts))[0]
+    rows = [_measure(session, model, text[:context]) for context in options.contexts]
     show(f"ms a token, median of {TOKENS}, {options.threads} threads", rows)
     save("decode_cpu", {"threads": options.threads, "tokens": TOKENS, "rows": rows})
 

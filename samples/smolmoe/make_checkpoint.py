@@ -34,11 +34,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "checkpoint")
     options = parser.parse_args()
     if (options.output / "config.json").exists():
-        print(f"{options.output} is already there")
+        print(f"{os.path.relpath(options.output)} is already there")
         return
     make(options.output)
     size = sum(file.stat().st_size for file in options.output.iterdir())
-    print(f"wrote {options.output}: {size / 1e6:.0f} MB")
+    print(f"wrote {os.path.relpath(options.output)}: {size / 1e6:.0f} MB")
 
 
 def make(output: Path) -> None:
