@@ -12,6 +12,7 @@ import numpy as np
 
 from moec.checkpoint.quantized import METHODS, StoredTensors
 from moec.checkpoint.safetensors_file import SafetensorsFile
+from moec.checkpoint.unsupported import refuse_unsupported
 from moec.errors import MoecError
 
 _TOKENIZER = (
@@ -197,6 +198,7 @@ def open_checkpoint(path: str | os.PathLike[str], weights: bool = True) -> Check
         raise MoecError(what, where=str(path), hint=hint)
     folder = _snapshot(folder)
     config = _config(folder, weights)
+    refuse_unsupported(config)
     checkpoint = Checkpoint(folder, config, _files(folder) if weights else [])
     checkpoint.check(weights)
     return checkpoint

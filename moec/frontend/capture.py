@@ -15,6 +15,7 @@ import torch
 
 from moec.bundle.geometry import Geometry
 from moec.checkpoint import Checkpoint
+from moec.errors import MoecError
 from moec.frontend import families
 from moec.frontend.hooks import NAME, KVLayer, Trace, tracing
 from moec.frontend.probe import cache_layers, probe, use_hooks, window_of
@@ -110,7 +111,7 @@ def capture(ckpt: Checkpoint, batch: int, context: int) -> Captured:
     windows = [w if (w := window_of(c)) < context else 0 for c in cache_layers(ckpt.config)]
     step = _Step(skeleton, windows, geometry).eval()
     args = _arguments(geometry, batch, context)
-    with torch.no_grad(), families.patched(skeleton), _quiet():
+    with torch.no_grad(), families.patched(skeleton), _quiet(), _named_errors(ckpt):
         # Deferred: guards such as `S*min(128, 128*S) == 128*S` hold, but torch cannot prove them.
         program = torch.export.export(
             step, args, dynamic_shapes=_dynamic(args), strict=False,
@@ -141,6 +142,18 @@ def _arguments(geometry: Geometry, batch: int, context: int) -> tuple[Any, ...]:
 def _dynamic(args: tuple[Any, ...]) -> tuple[Any, ...]:
     b, s = torch.export.Dim("b", min=1, max=4096), torch.export.Dim("S", min=1, max=1 << 20)
     return ({0: b, 1: s}, {0: b}, {}, {0: b}, [{} for _ in args[-1]])
+
+
+@contextlib.contextmanager
+def _named_errors(ckpt: Checkpoint) -> Iterator[None]:
+    """The exporter's errors are pages long: the first line, and the family."""
+    try:
+        yield
+    except MoecError:
+        raise
+    except Exception as e:
+        first = (str(e).splitlines() or [type(e).__name__])[0]
+        raise MoecError(f"{ckpt.config.model_type} cannot be exported: {first}", where=str(ckpt.path)) from e
 
 
 @contextlib.contextmanager

@@ -86,9 +86,19 @@ def _run(ckpt: Checkpoint) -> Trace:
     cache.layers = layers
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
     with torch.no_grad(), families.patched(model), replaced_scans(model), tracing(Trace(layers)) as trace:
-        model(input_ids=ids, cache=cache, use_cache=True)
+        try:
+            model(input_ids=ids, cache=cache, use_cache=True)
+        except MoecError as e:
+            raise MoecError(f"{ckpt.config.model_type}: {e.what}", where=e.where, hint=e.hint) from e
+        except Exception as e:  # modeling code of a family that nobody has tried
+            what = f"{ckpt.config.model_type} cannot be captured: {_first_line(e)}"
+            raise MoecError(what, where=str(ckpt.path)) from e
     trace.names = {id(m): n for n, m in model.named_modules()}
     return trace
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def use_hooks(model: Any) -> None:

@@ -1,9 +1,9 @@
 """Runs a bundle's graph on the CPU: ONNX Runtime with libmoec_cpu, caches updated in place.
 
-The state inputs (`kv.*.blocks`, `kv.*.ring`, `state.*` of recurrent layers) and their outputs are bound to the
-same memory, so a step copies no cache. ONNX Runtime's 4-bit matrix product gives a row the same bits
-whatever rows are beside it only if the number of rows is even, so every run is padded to an even number, with
-an idle row or a padding token.
+The state inputs (`kv.*.blocks`, `kv.*.ring`, `state.*` of recurrent layers) and their outputs are bound to
+the same memory, so a step copies no cache. ONNX Runtime's 4-bit matrix product gives a row the same bits
+whatever rows are beside it only if the number of rows is even, so every run is padded to an even number,
+with an idle row or a padding token.
 """
 
 from __future__ import annotations
