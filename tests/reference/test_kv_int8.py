@@ -37,7 +37,8 @@ def test_sections_hold_channels_of_k_and_groups_of_v():
     block = quantize_block(layout, rows, ref)
     largest = np.abs(rows[:, :48].astype(np.float32)).max(0)
     amplitude = block_section(layout, block, "k_scale").view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    assert (largest <= amplitude).all() and (amplitude <= largest * 1.125).all()
+    assert (largest <= amplitude).all()
+    assert (amplitude <= largest * 1.125).all()
     assert (np.abs(block_section(layout, block, "k_codes").view(np.int8)).max(0) >= 112).all()
     grouped = rows[:, 48:].astype(np.float32).reshape(64, 5, 16) / ref[:, None]
     amplitude = block_section(layout, block, "v_scale").view(ml_dtypes.float8_e4m3fn).astype(np.float32)
