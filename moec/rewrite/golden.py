@@ -75,6 +75,20 @@ def _value(attribute: ir.Attr) -> str:
     value = attribute.value
     if isinstance(value, float):
         return f"{value:.6g}"
+    if attribute.type == ir.AttributeType.GRAPH:
+        return _body(value)
     if attribute.type == ir.AttributeType.TENSOR:
         return np.array2string(value.numpy(), separator=",", threshold=16, precision=6).replace(" ", "")
     return str(list(value) if isinstance(value, tuple) else value)
+
+
+def _body(graph: ir.Graph) -> str:
+    """A subgraph in one line."""
+    names = _Names(graph)
+    nodes = "; ".join(f"{names[n.outputs[0]]} = {n.op_type}({_names(n, names)})" for n in graph)
+    inputs, outputs = (", ".join(names[v] for v in values) for values in (graph.inputs, graph.outputs))
+    return f"({inputs}) -> ({outputs}): {nodes}"
+
+
+def _names(node: ir.Node, names: _Names) -> str:
+    return ", ".join(names[v] for v in node.inputs)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from moec.bundle.geometry import AttentionLayer, Geometry, MoELayer
+from moec.bundle.geometry import AttentionLayer, Geometry, MoELayer, StateTensor
 from moec.errors import MoecError
 
 
@@ -20,7 +20,8 @@ def random_geometry(rng: random.Random) -> Geometry:
         MoELayer(i, 8, 2, 64, rng.randrange(16, 99), "silu", True, False, f"m.{i}.gate_up", f"m.{i}.down")
         for i in (0, 2)
     )
-    return Geometry("qwen2_moe", rng.randrange(9, 999), 64, 256, attention, moe)
+    states = (StateTensor(1, "conv0", (rng.randrange(1, 99), 4)), StateTensor(1, "recurrent", (2, 3, 4)))
+    return Geometry("qwen2_moe", rng.randrange(9, 999), 64, 256, attention, moe, states)
 
 
 def test_json_round_trip_is_exact():
@@ -28,6 +29,12 @@ def test_json_round_trip_is_exact():
     print("seed", seed)
     geometry = random_geometry(random.Random(seed))
     assert Geometry.from_json(json.loads(json.dumps(geometry.to_json()))) == geometry
+
+
+def test_a_tree_without_states_has_none():
+    tree = random_geometry(random.Random(1)).to_json()
+    del tree["states"]
+    assert Geometry.from_json(tree).states == ()
 
 
 def test_unknown_keys_of_a_newer_minor_are_ignored():

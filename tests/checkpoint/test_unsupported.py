@@ -41,7 +41,9 @@ def test_exit_code(tmp_path, capfd):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "minimax"}))
-    assert main(["build", str(model), "-o", str(tmp_path / "bundle")]) == 2
+    with pytest.raises(SystemExit) as stop:
+        main(["build", str(model), "-o", str(tmp_path / "bundle")])
+    assert stop.value.code == 2
     assert "minimax models are not supported: its lightning attention" in capfd.readouterr().err
     assert not (tmp_path / "bundle").exists()
 

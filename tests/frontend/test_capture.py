@@ -145,12 +145,18 @@ def test_context_beyond_the_model():
         capture(checkpoint("qwen2_moe"), 1, 1025)
 
 
-def test_linear_attention_is_refused_by_name(tmp_path):
-    from moec.checkpoint import open_checkpoint
-    from tests.helpers.tiny import tiny_checkpoint
+def test_recurrent_states_are_inputs_and_outputs():
+    graph, geometry = captured("lfm2_moe").model.graph, captured("lfm2_moe").geometry
+    assert [(s.input, s.shape) for s in geometry.states] == [("state.0.conv0", (128, 3))]
+    shapes = {v.name: tuple(v.shape) for v in (*graph.inputs, *graph.outputs) if v.name.startswith("state.")}
+    assert shapes == {"state.0.conv0": (BATCH, 128, 3), "state.0.conv0.out": (BATCH, 128, 3)}
+    assert [a.layer for a in geometry.attention] == [1]
 
-    options = dict(layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
-                   linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)  # fmt: skip
-    path = tiny_checkpoint(tmp_path / "m", "qwen3_next", tokenizer=False, **options)
-    with pytest.raises(MoecError, match="linear_attention"):
-        capture(open_checkpoint(path), 1, 64)
+
+def test_recurrences_that_nobody_knows_are_refused_with_their_family(monkeypatch):
+    from moec.frontend import recurrent
+    from moec.frontend.probe import probe
+
+    monkeypatch.setattr(recurrent, "_SCANS", {})
+    with pytest.raises(MoecError, match="qwen3_next: layer 0 has a recurrence that is not supported"):
+        probe(checkpoint("qwen3_next"), 64)
