@@ -241,9 +241,17 @@ def _config(folder: Path, weights: bool) -> Any:
                 hint="Give the bf16, fp16 or fp32 checkpoint (or fp8, mxfp4): moec quantizes itself.",
             )
     try:
-        return AutoConfig.from_pretrained(folder)
+        return _text_config(AutoConfig.from_pretrained(folder))
     except Exception as e:  # transformers raises many types for bad fields
         raise MoecError(f"config.json does not describe a {kind} model: {e}", where=str(folder)) from e
+
+
+def _text_config(config: Any) -> Any:
+    """The language model's part of a multimodal configuration."""
+    text = config.get_text_config(decoder=True)
+    if text is not config and getattr(config, "quantization_config", None):
+        text.quantization_config = config.quantization_config
+    return text
 
 
 def _json(path: Path, name: str) -> Any:

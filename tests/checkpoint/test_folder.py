@@ -225,3 +225,25 @@ def resident_bytes(folder) -> int:
         elif ours and line.startswith("Rss:"):
             total += 1024 * int(line.split()[1])
     return total
+
+
+def test_the_language_model_of_a_multimodal_checkpoint(tmp_path):
+    """Llama 4 as it is published: text and vision, names with a prefix."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from tests.helpers.tiny import tiny_config
+
+    text = tiny_config("llama4_text", num_experts_per_tok=1).to_dict()
+    sizes = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, patch_size=8, image_size=16)
+    vision = dict(sizes, num_hidden_layers=1, vision_output_dim=32)
+    vision |= dict(projector_input_dim=32, projector_output_dim=32)
+    config = CONFIG_MAPPING["llama4"](text_config=text, vision_config=vision)
+    model = transformers.Llama4ForConditionalGeneration(config)
+    model.save_pretrained(tmp_path)
+    ckpt = open_checkpoint(tmp_path)
+    assert ckpt.config.model_type == "llama4_text"
+    assert not any("vision" in name for name in ckpt.param_names())
+    want = model.state_dict()["language_model.model.layers.1.self_attn.q_proj.weight"].numpy()
+    np.testing.assert_array_equal(ckpt.param("model.layers.1.self_attn.q_proj.weight"), want)
+    assert ckpt.expert("model.layers.0.feed_forward.experts.down_proj", 1).shape == (96, 128)
