@@ -9,13 +9,17 @@ import pytest
 
 from moec.rewrite import MOEC_PASSES, run
 from moec.rewrite.golden import graph_text
-from tests.helpers.captured import captured
+from tests.helpers.captured import FAMILIES, captured
+from tests.helpers.families import OVERRIDES
 from tests.rewrite.test_pipeline import context
 
 FOLDER = Path(__file__).parents[2] / "graphs"
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe"])
+ALL = [*FAMILIES, *(pytest.param(f, marks=pytest.mark.slow) for f in OVERRIDES if f not in FAMILIES)]
+
+
+@pytest.mark.parametrize("family", ALL)
 @pytest.mark.parametrize("stage", ["exported", "rewritten"])
 def test_golden_text(family, stage):
     model = captured(family).model.clone()
@@ -28,6 +32,10 @@ def test_golden_text(family, stage):
     assert path.read_text(encoding="utf-8") == text, (
         f"{path} differs: MOEC_UPDATE_GOLDEN=1, then review the diff"
     )
+
+
+def test_every_family_and_no_other_has_its_graphs():
+    assert {p.name for p in FOLDER.iterdir() if p.is_dir()} == set(OVERRIDES)
 
 
 def test_text_says_what_changes():
