@@ -26,8 +26,12 @@ Read = Callable[[str, int | None], torch.Tensor]
 
 @dataclass
 class Source:
-    """How a parameter is made: converter (None: taken as it is) and input tensors by source pattern."""
+    """How a parameter is made: converter (None: taken as it is) and input tensors by source pattern.
 
+    A converter may make several parameters at once; `name` is the first of them.
+    """
+
+    name: str
     converter: WeightConverter | None = None
     tensors: dict[str | None, list[str]] = field(default_factory=dict)
 
@@ -50,7 +54,7 @@ def resolve(model: Any, keys: Iterable[str]) -> dict[str, Source]:
     state, out = model.state_dict(), {}
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        source = out.setdefault(name, Source())
+        source = out.setdefault(name, Source(name))
         source.converter = by_pattern.get(pattern)
         source.tensors.setdefault(pattern, []).append(key)
     for name, source in list(out.items()):
@@ -81,7 +85,7 @@ def materialize(name: str, source: Source, read: Read, model: Any, expert: int |
     groups = {p: _pick(source, names, read, expert) for p, names in source.tensors.items()}
     converter = copy.deepcopy(source.converter)
     converter.collected_tensors = groups
-    made = converter.convert(name, model=model, config=model.config)
+    made = converter.convert(source.name, model=model, config=model.config)
     value = made[name] if name in made else next(iter(made.values()))
     value = value[0] if isinstance(value, list) else value
     return value if expert is None else value[0]

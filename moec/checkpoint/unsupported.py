@@ -19,9 +19,6 @@ _BY_FAMILY = {
     "jetmoe": "its attention is made of experts",
     "dbrx": "its experts are stacked in one matrix",
     "zaya": "its layers keep convolution states and attention caches at once",
-    "kimi_linear": "its delta attention (KDA) decays each channel by itself",
-    "bailing_hybrid": "its lightning attention is not in transformers' common form",
-    "lara_mini": "its recurrent layers are not in transformers' common form",
     "qwen4_exp_text": "its experimental layers are not in transformers' common form",
 }
 

@@ -19,9 +19,11 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moec.bundle.geometry import MoELayer
+from moec.errors import MoecError
 from moec.frontend import ops as _ops  # noqa: F401  (defines torch.ops.moec)
 
 NAME = "moec"
+_WITHOUT_EFFECT = ("position_ids", "cache_position")  # attention itself does not read them
 
 
 @dataclass
@@ -113,7 +115,7 @@ class KVLayer(DynamicLayer):
 def attention(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: Any = None, scaling: float | None = None, sliding_window: int | None = None,
-    s_aux: torch.Tensor | None = None, softcap: float | None = None, **_: Any,
+    s_aux: torch.Tensor | None = None, softcap: float | None = None, **others: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """transformers' interface: q `[b,Hq,S,Dk]`, k `[b,Hkv,S,Dk]`, v `[b,Hkv,S,Dv]` -> `[b,S,Hq,Dv]`."""
     trace = _CURRENT.trace
@@ -125,6 +127,7 @@ def attention(
     cap = float(softcap or 0.0)
     b, heads, s, _ = query.shape
     if trace.probing:
+        _refuse_others(module.layer_idx, {"attention_mask": attention_mask, **others})
         trace.attention.append(
             AttentionCall(
                 module.layer_idx, query.shape, key.shape, value.shape, scale, window, cap, s_aux is not None
@@ -137,6 +140,13 @@ def attention(
         s_aux, scale, window, cap, module.layer_idx,
     )  # fmt: skip
     return out.view(b, s, heads, value.shape[-1]), None
+
+
+def _refuse_others(layer: int, arguments: dict[str, Any]) -> None:
+    """A tensor that the operator does not take would change the result: a mask, a position bias."""
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and name not in _WITHOUT_EFFECT:
+            raise MoecError(f"the attention of layer {layer} takes {name}, which is not supported")
 
 
 def experts(

@@ -104,7 +104,10 @@ def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 def gated_delta_rule(
     query, key, value, g, beta, output_final_state=False, use_qk_l2norm_in_kernel=False, **_
 ):  # fmt: skip
-    """Gated DeltaNet (arXiv:2412.06464); q, k `[b,S,Hk,Dk]`, v `[b,S,Hv,Dv]`, g, beta `[b,S,Hv]`."""
+    """Gated DeltaNet (arXiv:2412.06464) and Kimi Delta Attention (arXiv:2510.26692).
+
+    q, k `[b,S,Hk,Dk]`, v `[b,S,Hv,Dv]`, beta `[b,S,Hv]`, g `[b,S,Hv]` or, a decay a channel, `[b,S,Hv,Dk]`.
+    """
     dtype, heads = value.dtype, value.shape[2]
     query, key, value, g, beta = (x.float() for x in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
@@ -112,7 +115,7 @@ def gated_delta_rule(
     query = query * query.shape[-1] ** -0.5
     query, key = _heads(query, heads), _heads(key, heads)
     out = scan(g[..., None, None] if g.dim() == 3 else g[..., None, :], value, key, query, beta)
-    return out.to(dtype), None
+    return out.to(dtype), _kept(out)
 
 
 def mamba2(
@@ -126,7 +129,7 @@ def mamba2(
     out = scan(log_decay, x * dt[..., None], _heads(B.float(), heads), _heads(C.float(), heads))
     if D is not None:
         out = out + x * D.float()[:, None]
-    return (out, None) if return_final_states else out
+    return (out, _kept(out)) if return_final_states else out
 
 
 def mamba(
@@ -144,7 +147,12 @@ def mamba(
     out = out.transpose(1, 2)
     out = out if z is None else out * F.silu(z.float())
     out = out.to(dtype)
-    return (out, None) if return_last_state else out
+    return (out, _kept(out)) if return_last_state else out
+
+
+def _kept(out: torch.Tensor) -> torch.Tensor:
+    """Stands for the last state where the modeling code hands it on: `scan` has kept the real one."""
+    return out.new_zeros(())
 
 
 def _step(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
@@ -159,6 +167,7 @@ def _limits(limit: tuple[float, float]) -> tuple[float, float | None]:
 
 _SCANS = {
     "torch_chunk_gated_delta_rule": gated_delta_rule,
+    "chunk_kimi_delta_attention": gated_delta_rule,
     "mamba2_chunk_scan": mamba2,
     "mamba_selective_scan": mamba,
 }

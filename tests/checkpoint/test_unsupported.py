@@ -18,7 +18,6 @@ CASES = {
     "jetmoe": ({}, "attention is made of experts"),
     "dbrx": ({}, "one matrix"),
     "zaya": ({}, "convolution states"),
-    "kimi_linear": ({}, "KDA"),
     "gemma4_text": (dict(num_kv_shared_layers=2), "share the keys and values"),
     "qwen3": (dict(num_hidden_layers=2), "not a Mixture-of-Experts model"),
     "llama": (dict(num_hidden_layers=2), "not a Mixture-of-Experts model"),

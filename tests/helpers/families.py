@@ -61,6 +61,13 @@ _DELTA_NET = dict(
 RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_next": _DELTA_NET,
     "qwen3_5_moe_text": _DELTA_NET,
+    "lara_mini": _DELTA_NET,
+    "kimi_linear": dict(
+        layer_types=["linear_attention", "full_attention"], num_key_value_heads=4, head_dim=48
+    ),
+    "bailing_hybrid": dict(
+        layer_types=["linear_attention", "full_attention"], num_key_value_heads=4, head_dim=48
+    ),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=1, conv_L_cache=3),
     "jamba": dict(
         attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
