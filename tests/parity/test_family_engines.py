@@ -8,23 +8,24 @@ from safetensors.numpy import save_file
 
 from moec.compile.stage import build_engines
 from moec.compile.targets import parse_targets
-from moec.rewrite.pipeline import CPU_PASSES, MOEC_PASSES
+from moec.rewrite import MOEC_PASSES, run
 from tests.helpers.built import build_graph
 from tests.helpers.captured import BATCH, CONTEXT, captured, checkpoint
 from tests.helpers.families import OVERRIDES
 from tests.helpers.trt_engine import need_tensorrt
+from tests.rewrite.test_pipeline import context
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", OVERRIDES)
 def test_engine_builds_and_has_its_plugins(family, tmp_path):
     need_tensorrt()
-    sizes = dict(batch=BATCH, context=CONTEXT)
-    options = dict(
-        kv="mkv2", weights="int4", experts="int4", compute="int8", captured=captured(family), **sizes
-    )
-    rewritten = build_graph(checkpoint(family), tmp_path / "moec", passes=MOEC_PASSES, **options).model
-    built = build_graph(checkpoint(family), tmp_path, passes=MOEC_PASSES + CPU_PASSES, **options)
+    rewritten = captured(family).model.clone()
+    run(rewritten, context(family, weights="int4", experts="int4", compute="int8"), passes=MOEC_PASSES)
+    built = build_graph(
+        checkpoint(family), tmp_path, kv="mkv2", weights="int4", experts="int4", compute="int8",
+        captured=captured(family), batch=BATCH, context=CONTEXT,
+    )  # fmt: skip
     tensors = {n: np.ascontiguousarray(a) for n, a in built.constants.items() if n.startswith("kv.")}
     save_file(tensors, tmp_path / "calibration.safetensors")
     (engine,) = build_engines(rewritten, tmp_path, parse_targets("sm_80"), batch=BATCH, chunk=16)
