@@ -21,6 +21,7 @@ from moec.builder.cache import (
     layouts_of,
     write_calibration,
 )
+from moec.builder.caveats import caveats
 from moec.builder.engines import choose_targets, engine_stage
 from moec.builder.model_files import copy_model_files, generation_defaults, identity
 from moec.builder.options import AUTO, BuildOptions, check_context, check_disk, check_options
@@ -183,6 +184,8 @@ class _Build:
             if self.options.dump_dir is not None and not self.options.plan_only:
                 self.options.dump_dir.mkdir(parents=True, exist_ok=True)
                 save_exported(captured, self.checkpoint, self.options.dump_dir / "exported.onnx")
+        for warning in caveats(self.checkpoint.config, captured.geometry):
+            self.progress.warn(warning)
         return captured
 
     def cache_layouts(self, geometry: Geometry) -> dict[int, KVLayout]:
