@@ -27,8 +27,8 @@ def _latent(config: Any, geometry: Geometry) -> str | None:
     expanded = layer.num_kv_heads * (layer.k_dim + layer.v_dim)
     latent = rank + (getattr(config, "qk_rope_head_dim", 0) or 0)
     return (
-        f"latent attention is cached expanded: {expanded} numbers a token and layer, where a latent cache has "
-        f"{latent}; the quantized cache saves nothing over that"
+        f"latent attention is cached expanded: {expanded} numbers a token and layer, where a latent cache "
+        f"has {latent}; the quantized cache saves nothing over that"
     )
 
 
