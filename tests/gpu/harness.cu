@@ -93,15 +93,22 @@ __global__ void activation_kernel(MoeParams p, float gate, float up, float *out)
 }
 
 // For the small kernels above, whose callers take no message: 0, or 1 with the reason on stderr.
-template <class F> int call_small(harness::Arrays &arrays, F launch) {
+template <class P, class F> int call_small(P place_arrays, F launch) {
   char message[600] = "";
-  const int status = harness::run(arrays, 0, 0, message, sizeof message, [&](void *, cudaStream_t stream) {
-    launch(stream);
-    return static_cast<int>(cudaGetLastError());
-  });
+  int status = 1;
+  try {
+    harness::Arrays arrays(3);
+    place_arrays(arrays);
+    status = harness::run(arrays, 0, 0, message, sizeof message, [&](void *, cudaStream_t stream) {
+      launch(stream);
+      return static_cast<int>(cudaGetLastError());
+    });
+  } catch (const std::exception &error) {
+    snprintf(message, sizeof message, "%s", error.what());
+  }
   if (status)
     fprintf(stderr, "harness: status %d %s\n", status, message);
-  return status;
+  return status ? 1 : 0;
 }
 
 } // namespace
@@ -148,28 +155,28 @@ EXPORT int32_t read_error_flag() {
 }
 
 EXPORT int e4m3_codes(const float *in, uint8_t *up, uint8_t *rne, int n) {
-  harness::Arrays arrays(3);
   const size_t count = static_cast<size_t>(n);
-  arrays.input(in, count * sizeof(float), "in");
-  arrays.output(up, count, "up");
-  arrays.output(rne, count, "rne");
-  return call_small(arrays, [&](cudaStream_t stream) {
-    e4m3_codes_kernel<<<static_cast<unsigned>(n + 255) / 256, 256, 0, stream>>>(in, up, rne, n);
-  });
+  return call_small(
+      [&](harness::Arrays &arrays) {
+        arrays.input(in, count * sizeof(float), "in");
+        arrays.output(up, count, "up");
+        arrays.output(rne, count, "rne");
+      },
+      [&](cudaStream_t stream) {
+        e4m3_codes_kernel<<<static_cast<unsigned>(n + 255) / 256, 256, 0, stream>>>(in, up, rne, n);
+      });
 }
 
 EXPORT int e4m3_values(float *out) {
-  harness::Arrays arrays(1);
-  arrays.output(out, 256 * sizeof(float), "out");
-  return call_small(arrays, [&](cudaStream_t stream) { e4m3_values_kernel<<<1, 256, 0, stream>>>(out); });
+  return call_small([&](harness::Arrays &arrays) { arrays.output(out, 256 * sizeof(float), "out"); },
+                    [&](cudaStream_t stream) { e4m3_values_kernel<<<1, 256, 0, stream>>>(out); });
 }
 
+// NaN if it cannot run.
 EXPORT float run_activation(const MoeParams *p, float gate, float up) {
   float value = 0.0f, *out = &value;
-  harness::Arrays arrays(1);
-  arrays.output(out, sizeof value, "out");
-  const MoeParams params = *p;
-  const int status = call_small(
-      arrays, [&](cudaStream_t stream) { activation_kernel<<<1, 1, 0, stream>>>(params, gate, up, out); });
+  const int status =
+      call_small([&](harness::Arrays &arrays) { arrays.output(out, sizeof value, "out"); },
+                 [&](cudaStream_t stream) { activation_kernel<<<1, 1, 0, stream>>>(*p, gate, up, out); });
   return status ? __builtin_nanf("") : value;
 }
