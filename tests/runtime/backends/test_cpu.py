@@ -113,7 +113,8 @@ def test_damaged_graph_is_a_clean_error(tmp_path):
 
 def test_options_of_the_session(backend):
     options = backend._session.get_session_options()
-    assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+    assert options.get_session_config_entry("session.force_spinning_stop") == "1"
+    assert int(options.get_session_config_entry("session.intra_op.spin_duration_us")) <= 50
     assert backend._session.get_providers() == ["CPUExecutionProvider"]
     assert options.execution_mode == ort.ExecutionMode.ORT_SEQUENTIAL
 
