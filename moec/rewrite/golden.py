@@ -13,7 +13,8 @@ _INLINE = 16  # constants up to this many elements are printed where they are us
 def graph_text(model: ir.Model) -> str:
     """Inputs, outputs, parameters and nodes with shapes and attributes.
 
-    Values without a telling name are numbered in order, so that two captures of one model give the same text.
+    Nodes come in the order in which the outputs need them, and values without a telling name are numbered in
+    it, so that two captures of one model give the same text: transformers keeps RoPE types in a set.
     """
     names = _Names(model.graph)
     lines = [f"opset {dict(sorted(model.graph.opset_imports.items()))}", "inputs"]
@@ -59,12 +60,32 @@ def _unknown(dim: int | ir.SymbolicDim) -> bool:
 
 
 def _nodes(graph: ir.Graph, names: _Names) -> Iterator[str]:
-    for node in graph:
+    for node in _in_order_of_need(graph):
         kind = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
         inputs = ", ".join(names[v] for v in node.inputs)
         outputs = ", ".join(f"{names[o]}: {_type(o)}" for o in node.outputs if _used(o))
         attributes = ", ".join(f"{k}={_value(a)}" for k, a in sorted(node.attributes.items()))
         yield f"{outputs} = {kind}({inputs})" + (f" {{{attributes}}}" if attributes else "")
+
+
+def _in_order_of_need(graph: ir.Graph) -> Iterator[ir.Node]:
+    """Depth first from the outputs, inputs in their order; nodes that nothing needs are left out."""
+    done: set[ir.Node] = set()
+    stack = [value.producer() for value in reversed(graph.outputs)]
+    while stack:
+        node = stack[-1]
+        missing = [] if node is None or node in done else _producers(node) - done
+        if missing:
+            stack += [p for v in reversed(node.inputs) if v is not None and (p := v.producer()) in missing]
+            continue
+        stack.pop()
+        if node is not None and node not in done:
+            done.add(node)
+            yield node
+
+
+def _producers(node: ir.Node) -> set[ir.Node]:
+    return {p for v in node.inputs if v is not None and (p := v.producer()) is not None}
 
 
 def _used(value: ir.Value) -> bool:
