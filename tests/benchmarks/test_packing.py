@@ -17,10 +17,11 @@ def test_300_mb_are_packed_in_little_memory(tmp_path):
 
 
 @pytest.mark.slow
-def test_8_gb_are_packed_in_two_gb_of_memory(tmp_path):
+def test_8_gb_are_packed_at_half_the_speed_of_a_copy(tmp_path):
     if (free := shutil.disk_usage(tmp_path).free) < 30e9:
         pytest.skip(f"needs 30 GB of disk, {free / 1e9:.0f} are free at {tmp_path}")
     copy, bf16, int4 = measure(tmp_path, int(8e9))
     print(copy, bf16, int4)
     assert max(bf16["peak MB"], int4["peak MB"]) < 2000
-    assert bf16["input MB"] > 7000
+    assert bf16["MB/s"] > copy["MB/s"] / 2
+    assert int4["MB/s a core"] > 100
