@@ -21,10 +21,19 @@ def load_reference(checkpoint: Path) -> torch.nn.Module:
     return model.eval().requires_grad_(False)
 
 
+class HalfCache(DynamicCache):
+    """transformers' cache with keys and values rounded to fp16."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        return super().update(key_states.half().float(), value_states.half().float(), *args, **kwargs)
+
+
 @torch.inference_mode()
-def reference_logits(model: torch.nn.Module, tokens: list[int], prompt: int = PROMPT) -> np.ndarray:
+def reference_logits(
+    model: torch.nn.Module, tokens: list[int], prompt: int = PROMPT, cache_class: type = DynamicCache
+) -> np.ndarray:
     """Teacher-forced: `prompt` tokens in one pass, the rest one by one over the cache; float32 [S,V]."""
-    cache = DynamicCache(config=model.config)
+    cache = cache_class(config=model.config)
     chunks = [tokens[:prompt], *([token] for token in tokens[prompt:])]
     parts = [model(torch.tensor([chunk]), cache=cache).logits[0] for chunk in chunks]
     return torch.cat(parts).numpy()

@@ -6,17 +6,27 @@ Tiny random models run by default; the sample model, 256 + 64 tokens of three pl
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import DynamicCache
 
 import moec
 from tests.helpers.rng import fresh_rng
 from tests.helpers.sample import sample_checkpoint, sample_tokenizer
 from tests.helpers.text import held_out_texts
 from tests.helpers.tiny import VOCAB, tiny_checkpoint
-from tests.parity.bounds import PROMPT, STEPS, assert_close, assert_exact, load_reference, reference_logits
+from tests.parity.bounds import (
+    PROMPT,
+    STEPS,
+    HalfCache,
+    assert_close,
+    assert_exact,
+    load_reference,
+    reference_logits,
+)
 from tests.parity.graphs import exported_session, function_session
 
 LENGTH = PROMPT + STEPS
@@ -47,39 +57,41 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]], list[np.ndarray]]:
-    """Checkpoint, three random texts, transformers' logits."""
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]], Callable]:
+    """Checkpoint, three random texts, and transformers' logits with a cache of the given class."""
     rng = fresh_rng()
     seed = int(rng.integers(1 << 30))
     print(f"tiny checkpoint seed {seed}")
     path = tiny_checkpoint(tmp_path_factory.mktemp("tiny"), seed=seed)
     texts = rng.integers(0, VOCAB, (3, LENGTH)).tolist()
     model = load_reference(path)
-    return path, texts, [reference_logits(model, text) for text in texts]
+    return path, texts, cache(lambda kind: [reference_logits(model, t, cache_class=kind) for t in texts])
 
 
 @pytest.fixture(scope="module")
-def sample() -> tuple[Path, list[list[int]], list[np.ndarray]]:
+def sample() -> tuple[Path, list[list[int]], Callable]:
     """The same for the sample model and three plays."""
     path = sample_checkpoint()
     texts = held_out_texts(sample_tokenizer(), LENGTH)
     model = load_reference(path)
-    return path, texts, [reference_logits(model, text) for text in texts]
+    return path, texts, cache(lambda kind: [reference_logits(model, t, cache_class=kind) for t in texts])
 
 
 @pytest.mark.parametrize(("make", "kv", "check"), CASES)
 def test_tiny_model(tiny, make, kv, check, tmp_path: Path) -> None:
-    _compare(tiny, make, kv, check, tmp_path)
+    """A random model's routers are near their ties so often that rounding the cache alone flips experts in
+    some seeds (mean KL up to 2e-3): its fp16 bundle answers to transformers with the same rounding."""
+    _compare(tiny, make, kv, check, tmp_path, HalfCache if kv == "fp16" else DynamicCache)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "kv", "check"), CASES)
 def test_sample_model(sample, make, kv, check, tmp_path: Path) -> None:
-    _compare(sample, make, kv, check, tmp_path)
+    _compare(sample, make, kv, check, tmp_path, DynamicCache)
 
 
-def _compare(given, make, kv: str, check, folder: Path) -> None:
+def _compare(given, make, kv: str, check, folder: Path, cache_class: type) -> None:
     checkpoint, texts, references = given
     score = make(checkpoint, folder, kv)
-    for text, reference in zip(texts, references, strict=True):
+    for text, reference in zip(texts, references(cache_class), strict=True):
         check(reference, score(text))
