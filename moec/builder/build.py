@@ -192,8 +192,7 @@ class _Build:
         """The cache layout of every attention layer; with --kv auto the model runs for it."""
         if self.options.kv != AUTO:
             return layouts_of(geometry, self.options)
-        for_gpu = not self.targets.cpu_only
-        choice = choose_layouts(self.checkpoint, geometry, self.options, for_gpu, self.progress, self.inputs)
+        choice = choose_layouts(self.checkpoint, geometry, self.options, self.progress, self.inputs)
         self.report.cache = choice_report(choice, self.options.kv_budget)
         self.calibration = choice.tensors
         return choice.layouts

@@ -23,7 +23,7 @@ from moec.progress import Progress, Task
 from moec.reference.kv_layout import KVLayout
 
 CALIBRATION = "calibration.safetensors"
-CPU_ONLY_KV = ("fp32", "int8")
+CPU_ONLY_KV = ("fp32",)
 Tensors = Mapping[str, np.ndarray]
 
 
@@ -40,7 +40,6 @@ def choose_layouts(
     checkpoint: Checkpoint,
     geometry: Geometry,
     options: BuildOptions,
-    for_gpu: bool,
     progress: Progress,
     inputs: InputPower | None = None,
 ) -> Choice:
@@ -49,12 +48,11 @@ def choose_layouts(
     Raises:
         MoecError: unusable text, or a layer that computes NaN.
     """
-    ladder = tuple(f for f in LADDER if not (for_gpu and f in CPU_ONLY_KV))
     texts = options.calibration or (DEFAULT_TEXT,)
     with progress.phase("Choosing cache formats") as task:
         choice = choose(
             checkpoint, geometry, layouts_of(geometry, options), options.kv_budget, texts,
-            *_progress_of(task), ladder=ladder, inputs=inputs,
+            *_progress_of(task), inputs=inputs,
         )  # fmt: skip
         task.note(f"{len(choice.raised)} of {len(choice.layouts)} layers raised, KL {choice.divergence:.4f}")
     if choice.raised:

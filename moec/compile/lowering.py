@@ -94,7 +94,7 @@ def _refuse_unsupported(graph: ir.Graph) -> None:
         kv_format = node.attributes.get("format")
         if node.op_type == "AsymKVAttention" and kv_format and kv_format.as_string() == "fp32":
             raise MoecError(
-                "--kv fp32 is for the CPU only: GPU caches are mkv2, mkv2_lean, k4v2 or fp16",
+                "--kv fp32 is for the CPU only: GPU caches are mkv2, mkv2_lean, k4v2, int8 or fp16",
                 where=node.name,
                 hint="Build with --kv fp16, or with --target cpu.",
             )

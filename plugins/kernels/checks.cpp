@@ -49,8 +49,8 @@ const char *check_shape(const AttentionParams &p) {
        "AsymKVAttention: head dimensions above 512 are not supported"},
       {p.rows > kMaxGrid || p.num_heads > kMaxGrid, "AsymKVAttention: too many rows or heads for one launch"},
       {outside(p.dtype, Dtype::kBFloat16), "AsymKVAttention: activations must be fp16 or bf16 on the GPU"},
-      {outside(p.format, KvFormat::kFp16),
-       "AsymKVAttention: the KV format must be mkv2, mkv2_lean, k4v2 or fp16 on the GPU"},
+      {outside(p.format, KvFormat::kInt8),
+       "AsymKVAttention: the KV format must be mkv2, mkv2_lean, k4v2, int8 or fp16 on the GPU"},
       {p.block_tokens != kBlockTokens, "AsymKVAttention: block_tokens must be 64"},
       {p.window < 0 || p.sink_tokens < 0 || p.recent_tokens < 0 || p.rollback_tokens < 0,
        "AsymKVAttention: window, sink_tokens, recent_tokens and rollback_tokens must not be negative"},
@@ -61,11 +61,12 @@ const char *check_shape(const AttentionParams &p) {
 const char *check_cache(const AttentionParams &p) {
   const KvPlan plan = make_plan(p);
   const int ring = p.sink_tokens + p.recent_tokens + kBlockTokens + p.rollback_tokens;
-  const int end = plan.v_zero + kBlockTokens * plan.v_groups, block_bytes = ceil_div(end, 128) * 128;
-  const size_t flush_floats = 2 * static_cast<size_t>(p.k_dim + kBlockTokens * plan.v_groups);
+  const int block_bytes = ceil_div(plan.block_end, 128) * 128;
+  const size_t flush_floats = static_cast<size_t>(flush_shared_floats(p, plan));
   const Rule rules[] = {
       {p.promoted < 0 || p.promoted > p.k_dim || p.promoted % 4 != 0,
        "AsymKVAttention: promoted must be a multiple of 4 and at most the head dimension"},
+      {p.format == KvFormat::kInt8 && p.promoted != 0, "AsymKVAttention: int8 promotes no channels"},
       {plan.quantized && p.ring_rows != ring,
        "AsymKVAttention: the ring must have sink_tokens + recent_tokens + 64 + rollback_tokens rows"},
       {plan.quantized && (p.num_blocks < 1 || p.block_bytes != block_bytes),
@@ -120,7 +121,7 @@ const char *check_router(const MoeParams &p) {
 } // namespace
 
 bool parse(const char *text, KvFormat *out) {
-  static const char *const names[] = {"mkv2", "mkv2_lean", "k4v2", "fp16"};
+  static const char *const names[] = {"mkv2", "mkv2_lean", "k4v2", "fp16", "int8"};
   return find(text, names, out);
 }
 bool parse(const char *text, Scoring *out) {

@@ -1,5 +1,6 @@
 #include "internal.h"
 #include "kv_append.cuh"
+#include "kv_int8_flush.cuh"
 
 namespace moec::kernels {
 
@@ -15,9 +16,12 @@ void launch_prepare_rows(const AttentionParams &p, const KvPlan &plan, void *row
 
 void launch_flush_blocks(const AttentionParams &p, const KvPlan &plan, void *rows, CUstream_st *stream) {
   const dim3 grid = grid_of(ceil_div(p.tokens, kBlockTokens), p.num_kv_heads, p.rows);
-  const size_t floats = 2 * static_cast<size_t>(p.k_dim + kBlockTokens * plan.v_groups);
-  MOEC_LAUNCH(flush_blocks, grid, dim3(kThreads), sizeof(float) * floats, stream, p, plan,
-              static_cast<__half *>(rows));
+  const size_t shared = sizeof(float) * static_cast<size_t>(flush_shared_floats(p, plan));
+  __half *from = static_cast<__half *>(rows);
+  if (plan.int8)
+    MOEC_LAUNCH(flush_int8_blocks, grid, dim3(kThreads), shared, stream, p, plan, from);
+  else
+    MOEC_LAUNCH(flush_blocks, grid, dim3(kThreads), shared, stream, p, plan, from);
 }
 
 void launch_append_rows(const AttentionParams &p, const KvPlan &plan, void *rows, CUstream_st *stream) {

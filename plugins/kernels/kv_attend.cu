@@ -25,23 +25,24 @@ void launch_queries(const AttentionParams &p, const KvPlan &plan, const Scratch 
               w.sinks);
 }
 
-template <int HEADS>
+template <class Codes, int HEADS>
 void launch_attend(const AttentionParams &p, const KvPlan &plan, int first, int pass, const Scratch &w,
                    CUstream_st *stream) {
   const dim3 grid = grid_of(plan.num_splits, p.num_kv_heads * plan.head_chunks, p.rows * pass);
   const size_t shared = sizeof(float) * static_cast<size_t>(AttendShared<HEADS>::floats(p.k_dim));
-  MOEC_LAUNCH((attend_tiles<HEADS>), grid, dim3(kThreads), shared, stream, p, plan, first, pass, w.rows,
-              w.queries, w.partial, w.summary);
+  MOEC_LAUNCH((attend_tiles<Codes, HEADS>), grid, dim3(kThreads), shared, stream, p, plan, first, pass,
+              w.rows, w.queries, w.partial, w.summary);
 }
 
+template <class Codes>
 void launch_attend(const AttentionParams &p, const KvPlan &plan, int first, int pass, const Scratch &w,
                    CUstream_st *stream) {
   if (plan.heads_per_cta == 1)
-    launch_attend<1>(p, plan, first, pass, w, stream);
+    launch_attend<Codes, 1>(p, plan, first, pass, w, stream);
   else if (plan.heads_per_cta == 4)
-    launch_attend<4>(p, plan, first, pass, w, stream);
+    launch_attend<Codes, 4>(p, plan, first, pass, w, stream);
   else
-    launch_attend<8>(p, plan, first, pass, w, stream);
+    launch_attend<Codes, 8>(p, plan, first, pass, w, stream);
 }
 
 template <class T>
@@ -62,7 +63,10 @@ void launch_all(const AttentionParams &p, const KvPlan &plan, void *workspace, C
     launch_flush_blocks(p, plan, w.rows, stream);
   for (int first = 0; first < p.tokens; first += plan.tokens_per_pass) {
     const int pass = smaller(plan.tokens_per_pass, p.tokens - first);
-    launch_attend(p, plan, first, pass, w, stream);
+    if (plan.int8)
+      launch_attend<CodesOf8Bits>(p, plan, first, pass, w, stream);
+    else
+      launch_attend<CodesOf2Bits>(p, plan, first, pass, w, stream);
     launch_join<T>(p, plan, first, pass, w, stream);
   }
   launch_append_rows(p, plan, w.rows, stream); // last: until here the ring holds the state before the call

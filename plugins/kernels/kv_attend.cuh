@@ -6,6 +6,7 @@
 // never on the other rows or on the chunk a token came in, so neither do the bits of the result.
 #pragma once
 #include "e4m3.cuh"
+#include "kv_int8.cuh"
 #include "kv_rows.cuh"
 
 namespace moec::kernels {
@@ -133,32 +134,67 @@ MOEC_DEVICE void load_quad(const __half *from, float *x) {
     x[j] = __half2float(from[j]);
 }
 
-// Four channels of the key of token t of a block, as reference/kv_block.py dequantizes them.
-template <class Shared>
-MOEC_DEVICE void decode_key_quad(const KvPlan &plan, const uint8_t *block, const Shared &s, int t, int quad,
-                                 int quads, float *x) {
-  const int high_quads = plan.promoted / 4;
-  const unsigned low = block[plan.k_lo + t * quads + quad];
-  const unsigned high = quad < high_quads ? block[plan.k_hi + t * high_quads + quad] : 0u;
-  for (int j = 0; j < 4; j++) {
-    const int code = static_cast<int>((low >> 2 * j & 3u) + 4u * (high >> 2 * j & 3u)), c = quad * 4 + j;
-    x[j] = s.k_scale[c] * (static_cast<float>(code) + s.k_zero[c]);
+// How to read blocks, as reference/kv_block.py dequantizes them: of the formats with 2 and 4 bits.
+struct CodesOf2Bits {
+  template <class Shared>
+  static MOEC_DEVICE void load_key_scale(const KvPlan &plan, const uint8_t *block, const Shared &s, int c) {
+    s.k_scale[c] = e4m3_decode(block[plan.k_scale + c]);
+    s.k_zero[c] = static_cast<float>(static_cast<int8_t>(block[plan.k_zero + c]));
   }
-}
 
-MOEC_DEVICE void decode_value_quad(const Query &q, const uint8_t *block, int t, int quad, int quads,
-                                   float *y) {
-  const int groups = q.plan.v_groups, group = quad * 4 / q.plan.v_group;
-  const float scale = e4m3_decode(block[q.plan.v_scale + t * groups + group]);
-  const float low = e4m3_decode(block[q.plan.v_zero + t * groups + group]);
-  const float ref = q.p.v_ref[q.head * groups + group];
-  const unsigned byte = block[q.plan.v_codes + t * quads + quad];
-  for (int j = 0; j < 4; j++)
-    y[j] = (scale * static_cast<float>(byte >> 2 * j & 3u) + low) * ref;
-}
+  // Four channels of the key of token t.
+  template <class Shared>
+  static MOEC_DEVICE void key_quad(const KvPlan &plan, const uint8_t *block, const Shared &s, int t, int quad,
+                                   int quads, float *x) {
+    const int high_quads = plan.promoted / 4;
+    const unsigned low = block[plan.k_lo + t * quads + quad];
+    const unsigned high = quad < high_quads ? block[plan.k_hi + t * high_quads + quad] : 0u;
+    for (int j = 0; j < 4; j++) {
+      const int code = static_cast<int>((low >> 2 * j & 3u) + 4u * (high >> 2 * j & 3u)), c = quad * 4 + j;
+      x[j] = s.k_scale[c] * (static_cast<float>(code) + s.k_zero[c]);
+    }
+  }
+
+  static MOEC_DEVICE void value_quad(const Query &q, const uint8_t *block, int t, int quad, int quads,
+                                     float *y) {
+    const int groups = q.plan.v_groups, group = quad * 4 / q.plan.v_group;
+    const float scale = e4m3_decode(block[q.plan.v_scale + t * groups + group]);
+    const float low = e4m3_decode(block[q.plan.v_zero + t * groups + group]);
+    const float ref = q.p.v_ref[q.head * groups + group];
+    const unsigned byte = block[q.plan.v_codes + t * quads + quad];
+    for (int j = 0; j < 4; j++)
+      y[j] = (scale * static_cast<float>(byte >> 2 * j & 3u) + low) * ref;
+  }
+};
+
+// The same of the format int8.
+struct CodesOf8Bits {
+  template <class Shared>
+  static MOEC_DEVICE void load_key_scale(const KvPlan &plan, const uint8_t *block, const Shared &s, int c) {
+    s.k_scale[c] = int8_step(block[plan.k_scale + c]);
+  }
+
+  template <class Shared>
+  static MOEC_DEVICE void key_quad(const KvPlan &plan, const uint8_t *block, const Shared &s, int t, int quad,
+                                   int quads, float *x) {
+    const unsigned word = int8_quad(block + plan.k_lo, (t * quads + quad) * 4);
+    for (int j = 0; j < 4; j++)
+      x[j] = s.k_scale[quad * 4 + j] * int8_code(word, j);
+  }
+
+  static MOEC_DEVICE void value_quad(const Query &q, const uint8_t *block, int t, int quad, int quads,
+                                     float *y) {
+    const int groups = q.plan.v_groups, group = quad * 4 / q.plan.v_group;
+    const float step = int8_step(block[q.plan.v_scale + t * groups + group]);
+    const float ref = q.p.v_ref[q.head * groups + group];
+    const unsigned word = int8_quad(block + q.plan.v_codes, (t * quads + quad) * 4);
+    for (int j = 0; j < 4; j++)
+      y[j] = step * int8_code(word, j) * ref;
+  }
+};
 
 // Two neighbouring threads share a token, every second quad of channels each.
-template <int HEADS>
+template <class Codes, int HEADS>
 MOEC_DEVICE void tile_logits(const Query &q, const Tile &tile, const AttendShared<HEADS> &s) {
   const int t = threadIdx.x / 2, part = threadIdx.x % 2, quads = q.p.k_dim / 4;
   const bool seen = t < tile.count;
@@ -170,7 +206,7 @@ MOEC_DEVICE void tile_logits(const Query &q, const Tile &tile, const AttendShare
   for (int quad = part; seen && quad < quads; quad += 2) {
     float x[4];
     if (tile.block)
-      decode_key_quad(q.plan, tile.block, s, t, quad, quads, x);
+      Codes::key_quad(q.plan, tile.block, s, t, quad, quads, x);
     else
       load_quad(source + quad * 4, x);
 #pragma unroll
@@ -209,7 +245,7 @@ template <int HEADS> MOEC_DEVICE void tile_softmax(const AttendShared<HEADS> &s)
 }
 
 // A thread owns four channels of every team-th token.
-template <int HEADS>
+template <class Codes, int HEADS>
 MOEC_DEVICE void tile_values(const Query &q, const Tile &tile, const AttendShared<HEADS> &s,
                              float acc[HEADS][4]) {
   const int quads = q.p.v_dim / 4, teams = kThreads / quads;
@@ -221,7 +257,7 @@ MOEC_DEVICE void tile_values(const Query &q, const Tile &tile, const AttendShare
   for (int t = team; team < teams && t < tile.count; t += teams) {
     float y[4];
     if (tile.block)
-      decode_value_quad(q, tile.block, t, quad, quads, y);
+      Codes::value_quad(q, tile.block, t, quad, quads, y);
     else
       load_quad(q.source(tile, t) + q.p.k_dim + quad * 4, y);
 #pragma unroll
@@ -231,30 +267,28 @@ MOEC_DEVICE void tile_values(const Query &q, const Tile &tile, const AttendShare
   }
 }
 
-template <int HEADS>
+template <class Codes, int HEADS>
 MOEC_DEVICE void load_key_scales(const Query &q, const Tile &tile, const AttendShared<HEADS> &s) {
   if (!tile.block)
     return;
-  for (int c = threadIdx.x; c < q.p.k_dim; c += kThreads) {
-    s.k_scale[c] = e4m3_decode(tile.block[q.plan.k_scale + c]);
-    s.k_zero[c] = static_cast<float>(static_cast<int8_t>(tile.block[q.plan.k_zero + c]));
-  }
+  for (int c = threadIdx.x; c < q.p.k_dim; c += kThreads)
+    Codes::load_key_scale(q.plan, tile.block, s, c);
 }
 
-template <int HEADS>
+template <class Codes, int HEADS>
 MOEC_DEVICE void run_tiles(const Query &q, int from, int to, const AttendShared<HEADS> &s,
                            float acc[HEADS][4]) {
   for (int i = from; i < to; i++) {
     const Tile tile = q.tile(i);
-    load_key_scales(q, tile, s);
+    load_key_scales<Codes>(q, tile, s);
     if (!MOEC_BUG(1))
       __syncthreads();
-    tile_logits(q, tile, s);
+    tile_logits<Codes>(q, tile, s);
     __syncthreads();
     tile_softmax(s);
     if (!MOEC_BUG(2))
       __syncthreads();
-    tile_values(q, tile, s, acc);
+    tile_values<Codes>(q, tile, s, acc);
     __syncthreads(); // everybody has left this tile's weights and scales
   }
 }
@@ -294,7 +328,7 @@ MOEC_DEVICE void start_query(const Query &q, const AttendShared<HEADS> &s, const
 
 // Grid (splits, Hkv * head chunks, b * tokens of this pass). partial [b, pass, Hq, splits, Dv] and summary
 // [..., 2] = (top, sum); an empty split writes sum 0 only.
-template <int HEADS>
+template <class Codes, int HEADS>
 __global__ void MOEC_KERNEL attend_tiles(AttentionParams p, KvPlan plan, int first_token, int pass_tokens,
                                          __half *rows, const float *queries, float *partial, float *summary) {
   MOEC_DYN_SMEM(float, base);
@@ -315,7 +349,7 @@ __global__ void MOEC_KERNEL attend_tiles(AttentionParams p, KvPlan plan, int fir
   for (int h = 0; h < HEADS; h++)
     for (int j = 0; j < 4; j++)
       acc[h][j] = 0.0f;
-  run_tiles(q, from, to, s, acc);
+  run_tiles<Codes>(q, from, to, s, acc);
   __syncthreads();
   const size_t index =
       (static_cast<size_t>(row * pass_tokens + local) * p.num_heads + first_head) * plan.num_splits + split;

@@ -17,13 +17,15 @@ int next_section(int offset, int bytes) {
 }
 
 void place_sections(const AttentionParams &p, KvPlan *plan) {
+  const int per_byte = plan->int8 ? 1 : 4, zeros = plan->int8 ? 0 : 1;
   plan->k_lo = 0;
-  plan->k_hi = next_section(plan->k_lo, kBlockTokens * p.k_dim / 4);
+  plan->k_hi = next_section(plan->k_lo, kBlockTokens * p.k_dim / per_byte);
   plan->k_scale = next_section(plan->k_hi, kBlockTokens * p.promoted / 4);
   plan->k_zero = next_section(plan->k_scale, p.k_dim);
-  plan->v_codes = next_section(plan->k_zero, p.k_dim);
-  plan->v_scale = next_section(plan->v_codes, kBlockTokens * p.v_dim / 4);
+  plan->v_codes = next_section(plan->k_zero, p.k_dim * zeros);
+  plan->v_scale = next_section(plan->v_codes, kBlockTokens * p.v_dim / per_byte);
   plan->v_zero = next_section(plan->v_scale, kBlockTokens * plan->v_groups);
+  plan->block_end = plan->v_zero + kBlockTokens * plan->v_groups * zeros;
 }
 
 // Tokens a slot can hold. Window rows are reused for ever unless the context is shorter than the window.
@@ -72,6 +74,7 @@ void place_scratch(const AttentionParams &p, KvPlan *plan) {
 KvPlan make_plan(const AttentionParams &p) {
   KvPlan plan{};
   plan.quantized = p.format != KvFormat::kFp16 && p.window == 0;
+  plan.int8 = plan.quantized && p.format == KvFormat::kInt8;
   plan.promoted = plan.quantized ? p.promoted : 0;
   plan.v_group = value_group(p.v_dim);
   plan.v_groups = p.v_dim / plan.v_group;

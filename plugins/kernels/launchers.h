@@ -12,7 +12,7 @@ struct CUstream_st; // cudaStream_t is CUstream_st*
 namespace moec::kernels {
 
 enum class Dtype : int32_t { kFloat16 = 0, kBFloat16 = 1 };
-enum class KvFormat : int32_t { kMkv2 = 0, kMkv2Lean = 1, kK4v2 = 2, kFp16 = 3 };
+enum class KvFormat : int32_t { kMkv2 = 0, kMkv2Lean = 1, kK4v2 = 2, kFp16 = 3, kInt8 = 4 };
 enum class Scoring : int32_t { kSoftmax = 0, kSigmoid = 1, kSoftmaxAfterTopk = 2 };
 enum class GroupScore : int32_t { kMax = 0, kTop2 = 1 };
 enum class Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu2 = 3, kSwigluOai = 4 };

@@ -41,7 +41,7 @@ char const *AsymKVAttentionOp::validate() const {
   if (layout != "rows")
     return "attribute 'layout': this library knows the layout \"rows\" only";
   if (!kernels::parse(format.c_str(), &parsed))
-    return "attribute 'format': no CUDA kernel for this KV format (use mkv2, mkv2_lean, k4v2 or fp16)";
+    return "attribute 'format': no CUDA kernel for this KV format (use mkv2, mkv2_lean, k4v2, int8 or fp16)";
   return nullptr;
 }
 

@@ -15,6 +15,7 @@ from moec.calibrate import budget
 from moec.errors import MoecError
 from moec.progress import Progress
 from tests.helpers.tiny import shakespeare
+from tests.helpers.trt_engine import need_tensorrt
 
 SMALL = {"context": 256, "batch": 1, "target": "cpu"}
 
@@ -74,8 +75,8 @@ def test_formats_by_name_and_a_warning_where_one_is_too_coarse(
 
 
 def test_engines_get_no_format_without_a_kernel(checkpoint_folder, tmp_path):
-    with pytest.raises(MoecError, match="--kv int8 is for the CPU only"):
-        build(checkpoint_folder, tmp_path / "bundle", kv="int8", target="sm_80")
+    with pytest.raises(MoecError, match="--kv fp32 is for the CPU only"):
+        build(checkpoint_folder, tmp_path / "bundle", kv="fp32", target="sm_80")
     assert budget.LADDER[-1] == "fp16"
 
 
@@ -91,3 +92,21 @@ def test_engines_get_no_format_without_a_kernel(checkpoint_folder, tmp_path):
 def test_mistakes(checkpoint_folder, tmp_path, options, message):
     with pytest.raises(MoecError, match=message):
         build(checkpoint_folder, tmp_path / "bundle", **options)
+
+
+def test_an_engine_takes_int8(checkpoint_folder, tmp_path, text_file):
+    """Its caches are engine inputs of int8 and of half precision, in the sizes of the layout."""
+    need_tensorrt()
+    build(
+        checkpoint_folder, tmp_path / "bundle", kv="int8", calibration=text_file,
+        context=256, batch=2, target="sm_80,sm_120",
+    )  # fmt: skip
+    manifest = open_bundle(tmp_path / "bundle").manifest
+    (engine,) = manifest.engines
+    assert engine["targets"] == ["sm_80", "sm_120"]
+    assert (tmp_path / "bundle" / engine["file"]).stat().st_size > 1 << 20
+    shapes = {entry["name"]: entry["shapes"][0] for entry in engine["bindings"]}
+    for layer, layout in manifest.kv.items():
+        assert layout.format == "int8"
+        assert tuple(shapes[f"kv.{layer}.blocks"]) == layout.blocks_shape(2)
+        assert tuple(shapes[f"kv.{layer}.ring"]) == layout.ring_shape(2)

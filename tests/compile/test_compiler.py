@@ -56,7 +56,8 @@ def test_caches_are_aliased_and_never_copied():
 
 
 @pytest.mark.parametrize(
-    "options", [{"kv_format": "fp16"}, {"window": 128}, {"kv_format": "k4v2", "window": 64}]
+    "options",
+    [{"kv_format": "fp16"}, {"window": 128}, {"kv_format": "k4v2", "window": 64}, {"kv_format": "int8"}],
 )
 def test_other_cache_formats_build(options):
     report, _ = engine(**options)

@@ -24,6 +24,7 @@ VARIANTS = {
     "qwen2_moe-exact": ("qwen2_moe", EXACT),
     "gpt_oss": ("gpt_oss", {}),  # windows, sink logits, biases, clipped gates
     "mixtral-k4v2": ("mixtral", {"kv": "k4v2"}),
+    "mixtral-int8": ("mixtral", {"kv": "int8"}),
 }
 
 

@@ -56,7 +56,7 @@ test_products_do_not_depend_on_neighbours = (
 )
 
 
-@pytest.mark.parametrize("format", ["mkv2", "mkv2_lean", "k4v2", "fp16"])
+@pytest.mark.parametrize("format", ["mkv2", "mkv2_lean", "k4v2", "int8", "fp16"])
 @pytest.mark.parametrize("window", [0, 24])
 @pytest.mark.parametrize("chunk", [1, 9])
 def test_graph_of_attention_equals_a_launch(lib, rng, format, window, chunk):

@@ -12,7 +12,7 @@ BINDING = Path(__file__).resolve().parents[1] / "plugins" / "kernels" / "binding
 DTYPES = {"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 ENUMS = {
     "dtype": ("fp16", "bf16"),
-    "format": ("mkv2", "mkv2_lean", "k4v2", "fp16"),
+    "format": ("mkv2", "mkv2_lean", "k4v2", "fp16", "int8"),
     "scoring": ("softmax", "sigmoid", "softmax_after_topk"),
     "group_score": ("max", "top2"),
     "activation": ("silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"),

@@ -230,7 +230,7 @@ def test_bad_slots_are_idle_and_flagged(lib, rng, slot, length):
         ({"k_dim": 66}, b"multiples of 4"),
         ({"v_dim": 1024}, b"above 512"),
         ({"promoted": 6}, b"promoted"),
-        ({"format": 4}, b"KV format"),
+        ({"format": 5}, b"KV format"),
         ({"dtype": 2}, b"fp16 or bf16"),
         ({"rows": 0}, b"not positive"),
         ({"window": -1}, b"negative"),

@@ -10,7 +10,8 @@ from tests.helpers.simt import PLUGINS
 
 TARGETS = ("80", "86", "89", "90", "100", "120")
 KERNELS = (
-    "prepare_rows", "flush_blocks", "append_rows", "prepare_queries", "attend_tiles", "join_splits",
+    "prepare_rows", "flush_blocks", "flush_int8_blocks", "append_rows", "prepare_queries", "attend_tiles",
+    "join_splits",
     "widen_hidden", "route_tokens", "expert_up", "expert_down", "linear_tile",
 )  # fmt: skip
 ENTRY = re.compile(r"Compiling entry function '(\S+)' for 'sm_(\d+)'")

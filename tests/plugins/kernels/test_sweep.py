@@ -23,7 +23,7 @@ def random_layout(rng):
     k_dim = int(rng.choice(DIMS))
     window = int(rng.choice([0, 0, 0, 17, 64, 100]))
     return KVLayout(
-        str(rng.choice(["mkv2", "mkv2", "mkv2_lean", "k4v2", "fp16"])),
+        str(rng.choice(["mkv2", "mkv2", "mkv2_lean", "k4v2", "int8", "fp16"])),
         int(rng.integers(1, 4)),
         k_dim,
         int(rng.choice([k_dim, rng.choice(DIMS)])),
