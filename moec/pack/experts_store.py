@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
-import xxhash
 
 from moec.bundle.geometry import Geometry, MoELayer
 from moec.bundle.writer import writing
 from moec.checkpoint import Checkpoint
 from moec.errors import MoecError
+from moec.pack.blob_writer import BlobWriter, OnBytes, one_torch_thread
 from moec.pack.quantizers import quantizer
 from moec.reference.experts import BlobLayout, ExpertWeights, pack_expert
-from moec.reference.store import StoreHeader, StoreLayer
+from moec.reference.store import StoreHeader
 
-OnBytes = Callable[[int], None]
 Importance = Mapping[str, np.ndarray]
 
 
@@ -66,36 +64,18 @@ def write_experts(
         MoecError: a full disk, or weights that cannot be packed (names layer and expert).
     """
     header = plan_store(geometry, weight_format)
-    with writing(path, header.file_bytes), path.open("wb") as file:
-        hashes = [
-            _write_layer(file, place, layer, checkpoint, weight_format, on_bytes, importance or {})
-            for place, layer in zip(header.layers, geometry.moe, strict=True)
-        ]
+    with writing(path, header.file_bytes), one_torch_thread(), path.open("wb") as file:
+        with BlobWriter(file, on_bytes) as writer:
+            for place, layer in zip(header.layers, geometry.moe, strict=True):
+                layout, offset = blob_layout(layer, weight_format), place.offset
+                for expert in range(layer.num_experts):
+                    writer.write(offset, _pack(layout, layer, checkpoint, expert, importance or {}))
+                    offset += place.blob_bytes
         file.truncate(header.file_bytes)
         file.seek(0)
         file.write(header.pack())
-        file.write(np.array([h for layer in hashes for h in layer], "<u8").tobytes())
+        file.write(np.array(writer.hashes, "<u8").tobytes())
     return header
-
-
-def _write_layer(
-    file: BinaryIO,
-    place: StoreLayer,
-    layer: MoELayer,
-    checkpoint: Checkpoint,
-    weight_format: str,
-    on_bytes: OnBytes | None,
-    importance: Importance,
-) -> list[int]:
-    layout, hashes = blob_layout(layer, weight_format), []
-    file.seek(place.offset)
-    for expert in range(layer.num_experts):
-        blob = _pack(layout, layer, checkpoint, expert, importance)
-        hashes.append(xxhash.xxh64_intdigest(blob))
-        file.write(memoryview(blob))
-        if on_bytes is not None:
-            on_bytes(blob.nbytes)
-    return hashes
 
 
 def _pack(
