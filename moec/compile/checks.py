@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 
 from moec.errors import MoecError
 
-PLUGINS = ("AsymKVAttention", "PipelinedMoE", "Experts", "QuantizedLinear")
+PLUGINS = ("AsymKVAttention", "PipelinedMoE", "Experts", "QuantizedLinear", "AddRMSNorm")
 _ALIASES = {
     "AsymKVAttention": {1: 3, 2: 4},
     "PipelinedMoE": {1: 7, 2: 8},

@@ -19,6 +19,7 @@ import onnx_ir as ir
 from moec.compile.carriers import Carrier, WeightInputs
 from moec.compile.joined_norms import join_norms
 from moec.compile.precision import MOEC_INPUTS, ActivationType
+from moec.compile.residual_norms import fuse_residual_norms
 from moec.compile.stored import StoredTensor
 from moec.errors import MoecError
 
@@ -60,6 +61,7 @@ def lower(model: ir.Model, stored: Mapping[str, StoredTensor], dtype: str = "fp1
     _plugin_arity(graph)
     _unit_channels(graph)
     join_norms(graph)
+    fuse_residual_norms(graph)
     graph.sort()
     ActivationType(graph, DTYPES[dtype]).run()
     return Lowered(copy, weights.carriers)

@@ -24,6 +24,7 @@ MOEC_INPUTS: dict[str, tuple[str | None, ...]] = {
     "PipelinedMoE": (_A, _OTHER, _F, _F, _F, _F, *(_OTHER,) * 3),
     "Experts": (_A, _OTHER, _OTHER, _F, *(_OTHER,) * 3),
     "QuantizedLinear": (_A, _OTHER, _OTHER),
+    "AddRMSNorm": (_A, _A, _A),
 }
 """Float inputs of the moec ops: of the activation type, or FLOAT whatever the activations are."""
 
@@ -63,7 +64,9 @@ class ActivationType:
         for index, kind in enumerate(MOEC_INPUTS[node.op_type]):
             if kind is not None:
                 self._want(node, index, self.dtype if kind == _A else ir.DataType.FLOAT)
-        node.outputs[0].type = ir.TensorType(self.dtype)
+        for output in node.outputs:
+            if output.dtype in (None, ir.DataType.FLOAT):  # the others are caches
+                output.type = ir.TensorType(self.dtype)
 
     def _cast_node(self, node: ir.Node) -> None:
         source, target = node.inputs[0].dtype, ir.DataType(node.attributes["to"].as_int())

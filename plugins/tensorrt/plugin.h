@@ -5,7 +5,8 @@
 //   visit(field)                            names every attribute (plugin_fields.h)
 //   validate() -> char const *              null, or what is wrong with the attributes
 //   outputs(), aliased_input(output)        number of outputs; input whose memory an output is, or -1
-//   output_shape(in, out, builder)          shape of output 0; the others have their aliased input's
+//   output_shape(in, out, builder)          shape of output 0; the others have their aliased input's, or
+//                                           without one the shape and type of input 0
 //   check(in), workspace(in)                as the launchers' functions, from shapes alone
 //   enqueue(in, out, data, results, workspace, stream) -> cudaError_t
 // enqueue only launches kernels: no allocation and no synchronization, so a call can be captured.
@@ -99,9 +100,8 @@ public:
                              int32_t nbIn) const noexcept override {
     if (!arity(nbIn, nbOut))
       return 1;
-    out[0] = in[0];
-    for (int32_t i = 1; i < nbOut; ++i)
-      out[i] = in[op_.aliased_input(i)];
+    for (int32_t i = 0; i < nbOut; ++i)
+      out[i] = in[like(i)];
     return 0;
   }
 
@@ -111,7 +111,7 @@ public:
       return 1;
     op_.output_shape(in, out[0], builder);
     for (int32_t i = 1; i < nbOut; ++i)
-      out[i] = in[op_.aliased_input(i)];
+      out[i] = in[like(i)];
     return 0;
   }
 
@@ -121,9 +121,7 @@ public:
     if (desc.format != TensorFormat::kLINEAR)
       return false;
     int32_t const output = pos - nbIn;
-    TensorKind const kind = output < 0    ? Op::kInputs[pos]
-                            : output == 0 ? TensorKind::kActivation
-                                          : Op::kInputs[op_.aliased_input(output)];
+    TensorKind const kind = Op::kInputs[output < 0 ? pos : like(output)];
     return matches(kind, desc.type, io[0].desc.type);
   }
 
@@ -162,6 +160,12 @@ private:
       inputs[i].dims = in[i].max;
     }
     return inputs;
+  }
+
+  // The input whose type an output has: the aliased one, or input 0, an activation in every op.
+  int32_t like(int32_t output) const {
+    int32_t const aliased = op_.aliased_input(output);
+    return aliased < 0 ? 0 : aliased;
   }
 
   bool arity(int32_t nbIn, int32_t nbOut) const {

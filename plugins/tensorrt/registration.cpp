@@ -1,4 +1,5 @@
 // What TensorRT and the build child look for in the library.
+#include "add_rms_norm_plugin.h"
 #include "asym_kv_attention_plugin.h"
 #include "experts_plugin.h"
 #include "pipelined_moe_plugin.h"
@@ -22,8 +23,9 @@ MOEC_EXPORT moec::trt::IPluginCreatorInterface *const *getCreators(int32_t &coun
   static moec::trt::Creator<moec::trt::PipelinedMoEOp> moe;
   static moec::trt::Creator<moec::trt::ExpertsOp> experts;
   static moec::trt::Creator<moec::trt::QuantizedLinearOp> linear;
-  static moec::trt::IPluginCreatorInterface *creators[] = {&attention, &moe, &experts, &linear};
-  count = 4;
+  static moec::trt::Creator<moec::trt::AddRMSNormOp> norm;
+  static moec::trt::IPluginCreatorInterface *creators[] = {&attention, &moe, &experts, &linear, &norm};
+  count = 5;
   return creators;
 }
 

@@ -34,7 +34,7 @@ def test_a_30b_model_is_planned_on_a_laptop():
     assert facts["cpu s"] < 120  # wall time depends on what else runs
     assert facts["build MB"] + facts["engine process MB"] < 1500
     assert facts["engine process MB"] < 700
-    assert facts["engine MB"] < 62
+    assert facts["engine MB"] < 60
 
 
 @pytest.mark.slow

@@ -34,14 +34,15 @@ def test_every_moec_node_is_a_plugin_layer_in_both_profiles(dtype):
     report, _ = engine(dtype)
     assert [profile.name for profile in report.profiles] == ["decode", "prefill"]
     for profile in report.profiles:
-        layers = {"AsymKVAttention": LAYERS, "PipelinedMoE": LAYERS, "QuantizedLinear": 4 * LAYERS + 1}
-        assert profile.plugin_layers == layers
+        layers = {"AsymKVAttention": LAYERS, "PipelinedMoE": LAYERS, "AddRMSNorm": 2 * LAYERS}
+        assert profile.plugin_layers == layers | {"QuantizedLinear": 4 * LAYERS + 1}
 
 
-def test_bf16_weights_need_no_plugin():
+def test_products_with_bf16_weights_need_no_plugin():
     report, _ = engine(weights="bf16")
     for profile in report.profiles:
-        assert profile.plugin_layers == {"AsymKVAttention": LAYERS, "PipelinedMoE": LAYERS}
+        layers = {"AsymKVAttention": LAYERS, "PipelinedMoE": LAYERS, "AddRMSNorm": 2 * LAYERS}
+        assert profile.plugin_layers == layers
 
 
 def test_caches_are_aliased_and_never_copied():

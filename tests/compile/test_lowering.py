@@ -17,6 +17,7 @@ from onnx.reference.op_run import OpRun
 from moec.compile.lowering import lower
 from moec.errors import MoecError
 from moec.reference.weights import quantize_int4, quantize_int8
+from tests.compile.test_residual_norms import AddRMSNorm
 from tests.helpers.rng import fresh_rng
 from tests.helpers.trt_engine import lowered, stored_for
 from tests.helpers.trt_graph import BATCH, CONTEXT, HIDDEN, VOCAB, rewritten
@@ -49,7 +50,7 @@ class QuantizedLinear(OpRun):
         return ((x.astype(F32) @ decode(codes, scales, bits)[:, : x.shape[-1]].T).astype(x.dtype),)
 
 
-OPS = [AsymKVAttention, PipelinedMoE, QuantizedLinear]
+OPS = [AsymKVAttention, PipelinedMoE, QuantizedLinear, AddRMSNorm]
 
 
 def decode(codes, scales, bits):

@@ -2,6 +2,7 @@
 // arguments (host pointers; `schedule` and `seed` have no meaning here), so that the emulator's tests run on
 // both. Linked with libmoec_kernels.a as a product build compiles it.
 #include "device_call.h"
+#include "kernels/add_rms_norm.h"
 #include "kernels/e4m3.cuh"
 #include "kernels/kv_plan.h"
 #include "kernels/launchers.h"
@@ -60,6 +61,15 @@ void place(harness::Arrays &arrays, LinearParams &p) {
   arrays.input(p.codes, product(p.outputs, p.code_bytes), "codes");
   arrays.input(p.scales, product(p.outputs, groups, half), "scales");
   arrays.output(p.out, product(p.rows, p.outputs, half), "out");
+}
+
+void place(harness::Arrays &arrays, AddRmsNormParams &p) {
+  const size_t half = 2, states = product(p.rows, p.columns, half);
+  arrays.input(p.x, states, "x");
+  arrays.input(p.residual, states, "residual");
+  arrays.input(p.scale, product(p.columns, half), "scale");
+  arrays.output(p.out, states, "out");
+  arrays.output(p.sum, states, "sum");
 }
 
 // Copies the arrays, calls `launch(params, workspace, stream)`, copies back.
@@ -138,8 +148,15 @@ EXPORT int run_linear(const LinearParams *p, int, uint64_t, char *message, int s
   });
 }
 
+EXPORT int run_norm(const AddRmsNormParams *p, int, uint64_t, char *message, int size) {
+  return call(*p, 0, message, size, [](const AddRmsNormParams &on_device, void *, cudaStream_t stream) {
+    return add_rms_norm(on_device, stream);
+  });
+}
+
 EXPORT size_t params_bytes(int which) {
-  const size_t bytes[] = {sizeof(AttentionParams), sizeof(MoeParams), sizeof(LinearParams)};
+  const size_t bytes[] = {sizeof(AttentionParams), sizeof(MoeParams), sizeof(LinearParams),
+                          sizeof(AddRmsNormParams)};
   return bytes[which];
 }
 

@@ -12,9 +12,13 @@ import numpy as np
 import pytest
 
 from moec.reference.kv_cache import KVLayout
-from tests.helpers.kernels import run_linear, run_moe
+from tests.helpers.kernels import run_linear, run_moe, run_norm
 from tests.helpers.kv_cases import check_step, make_case, make_step, raw, run_kernel
-from tests.plugins.kernels import test_moe, test_quantized_linear
+from tests.plugins.kernels import test_add_rms_norm, test_moe, test_quantized_linear
+from tests.plugins.kernels.test_add_rms_norm import (  # noqa: F401 (collected here)
+    test_rows_of_zeros_and_large_sums,
+    test_sum_and_norm,
+)
 from tests.plugins.kernels.test_attention import (  # noqa: F401 (collected here)
     decode_step,
     make_again,
@@ -54,6 +58,7 @@ test_experts_do_not_depend_on_neighbours = test_moe.test_neighbours_and_schedule
 test_products_do_not_depend_on_neighbours = (
     test_quantized_linear.test_neighbours_and_schedules_do_not_change_bits
 )
+test_norms_do_not_depend_on_neighbours = test_add_rms_norm.test_neighbours_and_schedules_do_not_change_bits
 
 
 @pytest.mark.parametrize("format", ["mkv2", "mkv2_lean", "k4v2", "int8", "fp16"])
@@ -109,6 +114,14 @@ def test_graph_of_a_product_equals_a_launch(lib, rng, bits):
     out = run_linear(lib, x, codes, scales, bits, "bf16")
     lib.set_replays(3)
     np.testing.assert_array_equal(raw(run_linear(lib, x, codes, scales, bits, "bf16")), raw(out))
+
+
+def test_graph_of_a_norm_equals_a_launch(lib, rng):
+    inputs = test_add_rms_norm.make(rng, 5, 300, "bf16")
+    before = run_norm(lib, *inputs, 1e-6, "bf16")
+    lib.set_replays(3)
+    for again, first in zip(run_norm(lib, *inputs, 1e-6, "bf16"), before, strict=True):
+        np.testing.assert_array_equal(raw(again), raw(first))
 
 
 def test_large_shapes(lib, rng):

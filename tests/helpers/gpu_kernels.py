@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.kernels import PTR, AttentionParams, LinearParams, MoeParams
+from tests.helpers.kernels import PARAMS, PTR
 from tests.helpers.simt import PLUGINS, ROOT
 
 SOURCES = ROOT / "tests" / "gpu"
@@ -93,7 +93,7 @@ def load(path: Path) -> ctypes.CDLL:
     lib.params_bytes.restype = ctypes.c_size_t
     lib.run_activation.restype = ctypes.c_float
     lib.run_activation.argtypes = [PTR, ctypes.c_float, ctypes.c_float]
-    for i, params in enumerate((AttentionParams, MoeParams, LinearParams)):
+    for i, params in enumerate(PARAMS):
         assert lib.params_bytes(i) == ctypes.sizeof(params)
     return lib
 

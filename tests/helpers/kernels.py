@@ -66,16 +66,31 @@ class LinearParams(ctypes.Structure):
     ]
 
 
+class AddRmsNormParams(ctypes.Structure):
+    _fields_ = [
+        *_fields(I64, "rows"),
+        *_fields(I32, "columns"),
+        *_fields(F32, "epsilon scale_offset"),
+        *_fields(I32, "dtype"),
+        *_fields(PTR, "x residual scale out sum"),
+    ]
+
+
+PARAMS = (AttentionParams, MoeParams, LinearParams, AddRmsNormParams)
+"""In the order of `params_bytes`."""
+
+
 def library(bug: int = 0, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     """The kernels, with planted bug number `bug` (0: none) and more compiler flags."""
     if bug:  # run once: not worth optimizing
         flags = (*flags, f"-DMOEC_PLANT_BUG={bug}", "-O1")
     lib = compile_simt(BINDING, flags)
-    lib.check_attention.restype = lib.check_moe.restype = lib.check_linear.restype = ctypes.c_char_p
+    for check in (lib.check_attention, lib.check_moe, lib.check_linear, lib.check_norm):
+        check.restype = ctypes.c_char_p
     lib.attention_workspace.restype = lib.params_bytes.restype = ctypes.c_size_t
     lib.run_activation.restype = F32
     lib.run_activation.argtypes = [PTR, F32, F32]
-    for i, params in enumerate((AttentionParams, MoeParams, LinearParams)):
+    for i, params in enumerate(PARAMS):
         assert lib.params_bytes(i) == ctypes.sizeof(params)
     return lib
 
@@ -169,3 +184,23 @@ def run_linear(lib, x, codes, scales, bits: int, dtype: str, schedule: int = 0) 
     params.out = pointer(out)
     _call(lib.run_linear, params, schedule, 1)
     return out
+
+
+def norm_params(
+    x: np.ndarray, residual: np.ndarray, scale: np.ndarray, epsilon: float, offset: float, dtype: str
+) -> AddRmsNormParams:
+    """Params of an AddRMSNorm call without its outputs."""
+    params = AddRmsNormParams(rows=len(x), columns=x.shape[1], epsilon=epsilon, scale_offset=offset)
+    _fill(params, {"dtype": dtype, "x": x, "residual": residual, "scale": scale})
+    return params
+
+
+def run_norm(
+    lib, x, residual, scale, epsilon: float, dtype: str, offset: float = 0.0, schedule: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """(norm, sum) of x and residual `[M,K]` of `dtype`."""
+    out, total = np.full((2, *x.shape), np.nan, x.dtype)
+    params = norm_params(x, residual, scale, epsilon, offset, dtype)
+    params.out, params.sum = pointer(out), pointer(total)
+    _call(lib.run_norm, params, schedule, 1)
+    return out, total

@@ -26,6 +26,7 @@ class Builder:
         self.inputs: list[onnx.ValueInfoProto] = []
         self.outputs: list[onnx.ValueInfoProto] = []
         self.initializers: list[onnx.TensorProto] = []
+        self.shapes: list[onnx.ValueInfoProto] = []
 
     def node(
         self, op: str, inputs: list[str], outputs: list[str] | None = None, domain: str = "", **attrs
@@ -50,6 +51,11 @@ class Builder:
 
     def output(self, name: str, kind: int, shape: list) -> str:
         self.outputs.append(helper.make_tensor_value_info(name, kind, shape))
+        return name
+
+    def known(self, name: str, shape: list) -> str:
+        """Notes the shape of a float32 value."""
+        self.shapes.append(helper.make_tensor_value_info(name, F32, shape))
         return name
 
     def linear(self, x: str, name: str, rows: int, columns: int) -> str:
@@ -213,18 +219,21 @@ def rewritten(layers: int = 2, kv_format: str = "mkv2", window: int = 0) -> onnx
     g.input("lengths", I32, [BATCH])
     g.input("num_tokens", I32, ["b"])
     g.output("logits", F32, ["b", VOCAB])
+    rows = ["b", "S", HIDDEN]
     x = g.node("Gather", [g.weight("model.embed_tokens.weight", [VOCAB, HIDDEN]), "input_ids"])
+    g.known(x, rows)
     rope = _rope(g)
     for layer in range(layers):
         norm = g.weight(f"model.layers.{layer}.input_layernorm.weight", [HIDDEN])
         h = g.node("RMSNormalization", [x, norm], epsilon=1e-5)
         kv = layout(kv_format, window if layer == 1 else 0)
-        x = g.node("Add", [x, _attention(g, layer, h, rope, kv)])
+        x = g.known(g.node("Add", [x, g.known(_attention(g, layer, h, rope, kv), rows)]), rows)
         norm = g.weight(f"model.layers.{layer}.post_attention_layernorm.weight", [HIDDEN])
-        x = g.node("Add", [x, _moe(g, layer, g.node("RMSNormalization", [x, norm], epsilon=1e-5))])
+        h = g.node("RMSNormalization", [x, norm], epsilon=1e-5)
+        x = g.known(g.node("Add", [x, g.known(_moe(g, layer, h), rows)]), rows)
     x = g.node("RMSNormalization", [x, g.weight("model.norm.weight", [HIDDEN])], epsilon=1e-5)
     _logits(g, x)
-    graph = helper.make_graph(g.nodes, "decoder", g.inputs, g.outputs, g.initializers)
+    graph = helper.make_graph(g.nodes, "decoder", g.inputs, g.outputs, g.initializers, value_info=g.shapes)
     opsets = [helper.make_opsetid("", 24), helper.make_opsetid("moec", 1)]
     model = helper.make_model(graph, opset_imports=opsets)
     model.ir_version = 11

@@ -1,4 +1,5 @@
 // All kernels and launchers in one library that runs them under the SIMT emulator, for ctypes.
+#include "kernels/add_rms_norm.cu"
 #include "kernels/checks.cpp"
 #include "kernels/error_flag.cu"
 #include "kernels/kv_append.cu"
@@ -65,6 +66,13 @@ EXPORT int run_linear(const LinearParams *p, int schedule, uint64_t seed, char *
   return guarded(schedule, seed, 0, message, size, [&](void *) { return quantized_linear(*p, nullptr); });
 }
 
+EXPORT int run_norm(const AddRmsNormParams *p, int schedule, uint64_t seed, char *message, int size) {
+  return guarded(schedule, seed, 0, message, size, [&](void *) { return add_rms_norm(*p, nullptr); });
+}
+
+EXPORT const char *check_norm(const AddRmsNormParams *p) {
+  return check(*p);
+}
 EXPORT const char *check_linear(const LinearParams *p) {
   return check(*p);
 }
@@ -82,8 +90,8 @@ EXPORT int parse_format(const char *text) {
   return parse(text, &format) ? static_cast<int>(format) : -1;
 }
 EXPORT size_t params_bytes(int which) {
-
-  const size_t bytes[] = {sizeof(AttentionParams), sizeof(MoeParams), sizeof(LinearParams)};
+  const size_t bytes[] = {sizeof(AttentionParams), sizeof(MoeParams), sizeof(LinearParams),
+                          sizeof(AddRmsNormParams)};
   return bytes[which];
 }
 EXPORT int32_t read_error_flag() {

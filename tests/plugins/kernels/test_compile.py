@@ -13,6 +13,7 @@ KERNELS = (
     "prepare_rows", "flush_blocks", "flush_int8_blocks", "append_rows", "prepare_queries", "attend_tiles",
     "join_splits",
     "widen_hidden", "route_tokens", "expert_up", "expert_down", "linear_tile",
+    "add_rms_norm_row",
 )  # fmt: skip
 ENTRY = re.compile(r"Compiling entry function '(\S+)' for 'sm_(\d+)'")
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from moec.reference.kv_cache import KVLayout
-from tests.helpers.kernels import library, run_moe
+from tests.helpers.kernels import library, run_moe, run_norm
 from tests.helpers.kv_cases import assert_close, check_step, make_case, make_step
 from tests.helpers.simt import SCHEDULES, SimtError
+from tests.plugins.kernels import test_add_rms_norm
 from tests.plugins.kernels.test_moe import make_layer, reference
 
 ATTENTION_BUGS = {
@@ -18,6 +19,7 @@ ATTENTION_BUGS = {
     6: "the warp sum stops one step early",
     7: "a query sees a block one step early",
 }
+NORM_BUGS = {6: "the warp sum stops one step early", 9: "no barrier between the warps' sums and their sum"}
 MOE_BUGS = {6: "the warp sum stops one step early", 8: "no barrier between router logits and their use"}
 
 
@@ -34,6 +36,12 @@ def moe_passes(lib, rng, schedule):
     assert_close(run_moe(lib, tensors, attrs, dtype, schedule), reference(attrs, tensors))
 
 
+def norm_passes(lib, rng, schedule):
+    inputs = test_add_rms_norm.make(rng, 3, 500, "fp16")
+    out, _ = run_norm(lib, *inputs, 1e-6, "fp16", schedule=schedule)
+    assert_close(out, test_add_rms_norm.reference(*inputs, 1e-6)[0])
+
+
 def fails(check, lib, rng, schedule):
     try:
         check(lib, rng, schedule)
@@ -44,14 +52,18 @@ def fails(check, lib, rng, schedule):
 
 @pytest.mark.parametrize(
     ("bug", "check"),
-    [*((bug, attention_passes) for bug in ATTENTION_BUGS), *((bug, moe_passes) for bug in MOE_BUGS)],
+    [
+        *((bug, attention_passes) for bug in ATTENTION_BUGS),
+        *((bug, moe_passes) for bug in MOE_BUGS),
+        *((bug, norm_passes) for bug in NORM_BUGS),
+    ],
 )
 def test_bug_is_found(rng, bug, check):
     buggy = library(bug)
     assert any([fails(check, buggy, rng, schedule) for schedule in SCHEDULES])
 
 
-@pytest.mark.parametrize("check", [attention_passes, moe_passes])
+@pytest.mark.parametrize("check", [attention_passes, moe_passes, norm_passes])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_real_kernels_pass_the_same_checks(lib, rng, check, schedule):
     check(lib, np.random.default_rng(rng.integers(1 << 60)), schedule)

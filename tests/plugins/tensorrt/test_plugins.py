@@ -15,6 +15,7 @@ OPS = {
     "PipelinedMoE": (9, {**expert_attributes(3), **router_attributes()}),
     "Experts": (7, expert_attributes(3)),
     "QuantizedLinear": (3, {"bits": 8, "group_size": 64, "version": 1}),
+    "AddRMSNorm": (3, {"epsilon": 1e-6, "scale_offset": 0.0, "version": 1}),
 }
 F, H, I8, I32, B = "0", "1", "2", "3", "7"
 
@@ -90,6 +91,7 @@ def test_a_missing_attribute_is_named(probe, library, op):
         ("Experts", "weight_format", "int3"),
         ("Experts", "tile_layout", "mma"),
         ("QuantizedLinear", "version", 0),
+        ("AddRMSNorm", "version", 2),
     ],
 )
 def test_a_value_without_a_kernel_is_refused(probe, library, op, name, value):
@@ -101,6 +103,11 @@ def test_caches_alias_their_inputs(probe, library):
     lines, _ = run(probe, library, "AsymKVAttention", OPS["AsymKVAttention"][1])
     assert "outputs 3 aliases -1 3 4" in lines
     assert "interface PLUGIN_V3ONE_BUILD 2" in lines
+
+
+def test_a_norm_gives_its_sum_too_in_memory_of_its_own(probe, library):
+    lines, _ = run(probe, library, "AddRMSNorm", OPS["AddRMSNorm"][1])
+    assert "outputs 2 aliases -1 -1" in lines
 
 
 @pytest.mark.parametrize(("op", "spilled"), [("PipelinedMoE", "-1 7 8"), ("Experts", "-1 5 6")])
@@ -118,6 +125,7 @@ def test_expert_state_exists_only_with_slots(probe, library, op, spilled):
         ("PipelinedMoE", ["A", I32, F, F, F, F, I8, I32, I8, "A"]),
         ("Experts", ["A", I32, I32, F, I8, I32, I8, "A"]),
         ("QuantizedLinear", ["A", I8, H, "A"]),
+        ("AddRMSNorm", ["A", "A", "A", "A", "A"]),
     ],
 )
 def test_only_linear_tensors_of_the_right_types_are_taken(probe, library, op, kinds):
