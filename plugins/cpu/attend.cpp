@@ -1,5 +1,4 @@
 #include "attend.h"
-#include "int8_block.h"
 #include "kernels.h"
 #include <algorithm>
 #include <cmath>
@@ -139,8 +138,8 @@ private:
     const int dk = p_.layout.k_dim;
     const int64_t count = static_cast<int64_t>(views_.size());
     for_blocks([&](int64_t b, int64_t first) {
-      if (count > 1 || p_.layout.int8) {
-        (p_.layout.int8 ? unpack_int8_keys : k_.unpack_keys)(p_.layout, block(b), keys());
+      if (count > 1) {
+        k_.unpack_keys(p_.layout, block(b), keys());
         k_.panel_logits(p_.layout, keys(), {static_cast<int>(count - first) * group_, stride_},
                         queries(first), logits(first) + b * kTokens);
         return;
@@ -161,8 +160,8 @@ private:
     const int64_t count = static_cast<int64_t>(views_.size());
     const float *v_ref = s_.calibration.v_ref;
     for_blocks([&](int64_t b, int64_t first) {
-      if (count > 1 || p_.layout.int8) {
-        (p_.layout.int8 ? unpack_int8_values : k_.unpack_values)(p_.layout, block(b), v_ref, values());
+      if (count > 1) {
+        k_.unpack_values(p_.layout, block(b), v_ref, values());
         k_.panel_values(p_.layout, values(), {static_cast<int>(count - first) * group_, stride_},
                         logits(first) + b * kTokens, acc(first));
         return;

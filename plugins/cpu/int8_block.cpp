@@ -57,28 +57,4 @@ void quantize_int8_block(const KvLayout &layout, const float *v_ref, float *rows
     }
 }
 
-void unpack_int8_keys(const KvLayout &layout, const uint8_t *block, KeyPanel &panel) {
-  const auto *codes = reinterpret_cast<const int8_t *>(block + layout.k_lo);
-  const int dk = layout.k_dim;
-  for (int c = 0; c < dk; ++c) {
-    panel.scales.scale[c] = step_of(block[layout.k_scale + c]);
-    panel.scales.zero[c] = 0.0f;
-    for (int t = 0; t < kTokens; ++t)
-      panel.codes[c][t] = codes[t * dk + c];
-  }
-}
-
-void unpack_int8_values(const KvLayout &layout, const uint8_t *block, const float *v_ref, ValuePanel &panel) {
-  const auto *codes = reinterpret_cast<const int8_t *>(block + layout.v_codes);
-  const int dv = layout.v_dim, ng = layout.num_v_groups;
-  for (int t = 0; t < kTokens; ++t) {
-    for (int g = 0; g < ng; ++g) {
-      panel.scales[g].scale[t] = step_of(block[layout.v_scale + t * ng + g]) * v_ref[g];
-      panel.scales[g].zero[t] = 0.0f;
-    }
-    for (int c = 0; c < dv; ++c)
-      panel.codes[t][c] = codes[t * dv + c];
-  }
-}
-
 } // namespace moec

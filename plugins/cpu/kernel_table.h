@@ -3,6 +3,7 @@
 #pragma once
 #include "attention_kernels.h"
 #include "gemv_kernels.h"
+#include "int8_kernels.h"
 #include "panel_kernels.h"
 #include "ring_kernels.h"
 
@@ -43,16 +44,25 @@ template <class Wide, class Narrow> Kernels make_kernels(const char *name) {
   };
   k.block_logits = [](const KvLayout &layout, const uint8_t *block, HeadSpan span, const float *q,
                       float *out) {
-    for_heads(span.heads, [&](auto h) { block_logits<Wide, h.value>(layout, block, span.stride, q, out); });
+    for_heads(span.heads, [&](auto h) {
+      (layout.int8 ? int8_block_logits<Wide, h.value> : block_logits<Wide, h.value>)(layout, block,
+                                                                                     span.stride, q, out);
+    });
   };
   k.block_values = [](const KvLayout &layout, const uint8_t *block, const float *v_ref, HeadSpan span,
                       const float *p, float *acc) {
-    for_heads(span.heads,
-              [&](auto h) { block_values<Wide, h.value>(layout, block, v_ref, span.stride, p, acc); });
+    for_heads(span.heads, [&](auto h) {
+      (layout.int8 ? int8_block_values<Wide, h.value> : block_values<Wide, h.value>)(layout, block, v_ref,
+                                                                                     span.stride, p, acc);
+    });
   };
-  k.unpack_keys = unpack_keys<Wide>;
+  k.unpack_keys = [](const KvLayout &layout, const uint8_t *block, KeyPanel &panel) {
+    (layout.int8 ? unpack_int8_keys<Wide> : unpack_keys<Wide>)(layout, block, panel);
+  };
   k.panel_logits = panel_logits<Wide>;
-  k.unpack_values = unpack_values<Wide>;
+  k.unpack_values = [](const KvLayout &layout, const uint8_t *block, const float *v_ref, ValuePanel &panel) {
+    (layout.int8 ? unpack_int8_values<Wide> : unpack_values<Wide>)(layout, block, v_ref, panel);
+  };
   k.panel_values = panel_values<Wide>;
   k.ring_logits = [](const KvLayout &layout, const void *rows, int count, HeadSpan span, const float *q,
                      float *out) {

@@ -35,6 +35,38 @@ struct Avx2 {
   static I drop_code(I x) { return _mm256_srli_epi32(x, 2); }
   // vpermilps reads the low two bits of each lane only: a table of four floats needs no mask.
   static F low_code(I x) { return _mm256_permutevar_ps(_mm256_setr_ps(0, 1, 2, 3, 0, 1, 2, 3), x); }
+  static F load_int8(const int8_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))));
+  }
+  // Positive codes: moved to the place of a half's exponent and mantissa they are their values / 256.
+  static F load_e4m3(const uint8_t *p) {
+    const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)));
+    return _mm256_mul_ps(_mm256_cvtph_ps(_mm_slli_epi16(wide, 7)), _mm256_set1_ps(256.0f));
+  }
+  // Sixteen bytes of each of 64 rows that are `stride` bytes apart: out[byte][row]. Each lane of 16 bytes
+  // takes sixteen rows: interleaving rows i and i + 8 rotates the address (row, byte) by one bit, so four
+  // times exchange row and byte.
+  static void transpose_bytes(const int8_t *rows, int stride, int8_t (*out)[64]) {
+    for (int half = 0; half < 64; half += 32) {
+      I x[16], y[16];
+      for (int i = 0; i < 16; ++i)
+        x[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(load_row(rows + (half + i) * stride)),
+                                       load_row(rows + (half + i + 16) * stride), 1);
+      interleave(x, y);
+      interleave(y, x);
+      interleave(x, y);
+      interleave(y, x);
+      for (int i = 0; i < 16; ++i)
+        _mm256_storeu_si256(reinterpret_cast<I *>(out[i] + half), x[i]);
+    }
+  }
+  static __m128i load_row(const int8_t *p) { return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p)); }
+  static void interleave(const I (&from)[16], I (&to)[16]) {
+    for (int i = 0; i < 8; ++i) {
+      to[2 * i] = _mm256_unpacklo_epi8(from[i], from[i + 8]);
+      to[2 * i + 1] = _mm256_unpackhi_epi8(from[i], from[i + 8]);
+    }
+  }
   static float half(uint16_t h) { return _cvtsh_ss(h); }
   static F load_half(const uint16_t *p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));

@@ -32,6 +32,33 @@ struct Avx512 {
   }
   static I drop_code(I x) { return _mm512_srli_epi32(x, 2); }
   static F low_code(I x) { return _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_setr_ps(0, 1, 2, 3)), x); }
+  static F load_int8(const int8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(Avx2::load_row(p))); }
+  static F load_e4m3(const uint8_t *p) {
+    const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+    return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_slli_epi16(wide, 7)), _mm512_set1_ps(256.0f));
+  }
+  // As Avx2::transpose_bytes, all rows at once.
+  static void transpose_bytes(const int8_t *rows, int stride, int8_t (*out)[64]) {
+    I x[16], y[16];
+    for (int i = 0; i < 16; ++i) {
+      x[i] = _mm512_castsi128_si512(Avx2::load_row(rows + i * stride));
+      x[i] = _mm512_inserti32x4(x[i], Avx2::load_row(rows + (i + 16) * stride), 1);
+      x[i] = _mm512_inserti32x4(x[i], Avx2::load_row(rows + (i + 32) * stride), 2);
+      x[i] = _mm512_inserti32x4(x[i], Avx2::load_row(rows + (i + 48) * stride), 3);
+    }
+    interleave(x, y);
+    interleave(y, x);
+    interleave(x, y);
+    interleave(y, x);
+    for (int i = 0; i < 16; ++i)
+      _mm512_storeu_si512(out[i], x[i]);
+  }
+  static void interleave(const I (&from)[16], I (&to)[16]) {
+    for (int i = 0; i < 8; ++i) {
+      to[2 * i] = _mm512_unpacklo_epi8(from[i], from[i + 8]);
+      to[2 * i + 1] = _mm512_unpackhi_epi8(from[i], from[i + 8]);
+    }
+  }
   static F load_half(const uint16_t *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
   }

@@ -39,6 +39,24 @@ struct Portable {
   static I drop_code(I x) { return x >> 2; }
   // The low two bits of each lane as a float.
   static F low_code(I x) { return __builtin_convertvector((S)(x & 3), F); }
+  static F load_int8(const int8_t *p) {
+    F x;
+    for (int i = 0; i < 8; ++i)
+      x[i] = static_cast<float>(p[i]);
+    return x;
+  }
+  static F load_e4m3(const uint8_t *p) {
+    F x;
+    for (int i = 0; i < 8; ++i)
+      x[i] = e4m3_to_float(p[i]);
+    return x;
+  }
+  // Sixteen bytes of each of 64 rows that are `stride` bytes apart: out[byte][row].
+  static void transpose_bytes(const int8_t *rows, int stride, int8_t (*out)[64]) {
+    for (int row = 0; row < 64; ++row)
+      for (int i = 0; i < 16; ++i)
+        out[i][row] = rows[row * stride + i];
+  }
   static float half(uint16_t h) { return half_to_float(h); }
   static F load_half(const uint16_t *p) {
     F x;

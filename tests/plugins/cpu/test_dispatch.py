@@ -22,7 +22,8 @@ from tests.helpers.cpu_attention import AttentionCase
 from tests.helpers.cpu_op import CpuOp
 from tests.helpers.cpu_moe import MoeCase
 rng, outs, states = np.random.default_rng(SEED), [], []
-for format, hq, hkv, dk, dv in (("mkv2", 9, 3, 64, 64), ("mkv2_lean", 5, 1, 80, 48), ("fp16", 4, 2, 36, 20)):
+for format, hq, hkv, dk, dv in (("mkv2", 9, 3, 64, 64), ("mkv2_lean", 5, 1, 80, 48), ("int8", 7, 1, 84, 72),
+                                ("fp16", 4, 2, 36, 20)):
     case = AttentionCase(KVLayout(format, hkv, dk, dv, 300), hq, rng, sink_logits=True)
     state = case.state()
     out = CpuOp("AsymKVAttention", **case.attributes)(
@@ -54,6 +55,35 @@ def test_instruction_sets_agree(rng):
     for other in results[1:]:
         assert other["states"] == results[0]["states"]
         np.testing.assert_allclose(other["outs"], results[0]["outs"], rtol=0, atol=3e-5)
+
+
+DECODE = """
+import json, numpy as np
+from moec.native import cpu_isa
+from moec.reference.kv_cache import KVLayout
+from tests.helpers.cpu_attention import AttentionCase
+from tests.helpers.cpu_op import CpuOp
+rng, different = np.random.default_rng(SEED), []
+for format, hq, hkv, dk, dv in (("mkv2", 9, 3, 64, 64), ("int8", 9, 3, 64, 64), ("int8", 1, 1, 128, 128),
+                                ("int8", 6, 3, 84, 20), ("int8", 8, 2, 40, 272)):
+    case = AttentionCase(KVLayout(format, hkv, dk, dv, 300), hq, rng)
+    op, tokens = CpuOp("AsymKVAttention", **case.attributes), case.tokens(1, 240)
+    chunk, single = case.state(), case.state()
+    whole = op(in_place=True, **case.inputs(tokens, chunk, [0], [240]))[0].copy()
+    for i in range(240):
+        case.lengths[0] = i
+        part = {name: array[:, i : i + 1] for name, array in tokens.items()}
+        out = op(in_place=True, **case.inputs(part, single, [0], [1]))[0]
+        different += [] if np.array_equal(out[0, 0], whole[0, i]) else [(format, dk, i)]
+print(json.dumps(dict(isa=cpu_isa(), different=different)))
+"""
+
+
+@pytest.mark.parametrize("isa", supported())
+def test_decode_has_the_bits_of_prefill(rng, isa):
+    """One token's kernels read codes, a chunk's read unpacked panels."""
+    result = run_with_isa(isa, DECODE.replace("SEED", str(rng.integers(2**31))))
+    assert result == {"isa": isa, "different": []}
 
 
 def test_threads_do_not_change_a_bit(rng):
