@@ -74,11 +74,10 @@ template <class T> __global__ void MOEC_KERNEL prepare_rows(AttentionParams p, K
   MOEC_DYN_SMEM(float, values);
   const int i = blockIdx.x, head = blockIdx.y, row = blockIdx.z;
   const RowState state = load_row(p, plan, row);
-  if (i >= state.added) {
-    if (i < p.num_tokens[row] && threadIdx.x == 0)
-      atomicOr(p.error_flag, static_cast<int32_t>(kErrorCapacity));
+  if (i + 1 == p.tokens && p.num_tokens[row] != state.added && threadIdx.x == 0)
+    atomicOr(p.error_flag, static_cast<int32_t>(kErrorCapacity)); // more than fit, than there are, or negative
+  if (i >= state.added)
     return;
-  }
   const size_t source = static_cast<size_t>(row * p.tokens + i) * p.num_kv_heads + head;
   __half *to = new_row(p, plan, rows, row, i, head);
   const bool k_nan = prepare_key(p, plan, static_cast<const T *>(p.k) + source * p.k_dim, head, to);
