@@ -1,4 +1,8 @@
-"""Dense layers -> MatMulNBits on int4 codes (int8: head and sensitive layers), or MatMul on bf16 weights."""
+"""Dense layers -> moec::FusedLinear on int4 codes (head and sensitive layers: int8), or MatMul on bf16 weights.
+
+FusedLinear is an operator of the CPU backend (plugins/cpu/fused_linear.cpp; see moec.reference.linear);
+`fuse` joins what this pass makes.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import onnx_ir as ir
 from onnxscript.rewriter import pattern
 
 from moec.rewrite.context import OTHER, RewriteContext, Rule
-from moec.rewrite.parameters import GROUP, as_bf16, is_parameter, quantized
+from moec.rewrite.linear import fused_linear
+from moec.rewrite.parameters import as_bf16, is_parameter, quantized
 from moec.rewrite.sensitive import sensitive_weights
 
 MIN_ROWS = 16  # gates of a few rows stay fp32: they cost nothing and quantize badly
@@ -26,29 +31,23 @@ class DenseRule(Rule):
     def reason(self, weight, bias=None, **_):
         if not is_parameter(weight) or len(weight.shape) != 2:
             return OTHER
-        if weight.name in self.context.keep_float or weight.shape[0] < MIN_ROWS:
+        if self._stays_float(weight) and self.context.weights == "bf16":
             return weight.name, "stays fp32 (a router or a gate)"
         if self.bias and not (is_parameter(bias) and tuple(bias.shape) == (weight.shape[0],)):
             return weight.name, "what is added is no bias"
         return None
 
+    def _stays_float(self, weight: ir.Value) -> bool:
+        return weight.name in self.context.keep_float or weight.shape[0] < MIN_ROWS
+
     def rewrite(self, op, x, weight, bias=None):
         if self.context.weights == "bf16":
             return self._bf16(op, x, weight, bias)
+        if self._stays_float(weight):
+            self.notes.append(f"{weight.name}: stays fp32 (a router or a gate)")
+            return fused_linear(op, x, [weight], bias)
         bits = 8 if weight.name in self.eight_bits else 4
-        codes, scales = quantized(op, weight, f"int{bits}")
-        n, k = weight.shape
-        inputs = [x, codes, scales, *([None, None, bias] if bias is not None else [])]
-        return op.MatMulNBits(
-            *inputs,
-            K=k,
-            N=n,
-            bits=bits,
-            block_size=GROUP,
-            accuracy_level=4,
-            _domain="com.microsoft",
-            _version=1,
-        )
+        return fused_linear(op, x, quantized(weight, f"int{bits}"), bias)
 
     def _bf16(self, op, x, weight, bias):
         w = op.Cast(as_bf16(weight), to=ir.DataType.FLOAT)
@@ -59,7 +58,6 @@ class DenseRule(Rule):
 def lower_dense(model: ir.Model, context: RewriteContext, notes: list[str]) -> int:
     """Rewrites dense layers. The head (which may share its codes with the embeddings) and layers whose error
     the model feels most get 8 bits."""
-    model.graph.opset_imports["com.microsoft"] = 1
     eight_bits = _output_projections(model.graph) | sensitive_weights(model.graph)
     with_bias, plain = DenseRule(context, [], True, eight_bits), DenseRule(context, notes, False, eight_bits)
     return with_bias.apply(model) + plain.apply(model)

@@ -21,10 +21,10 @@ class EmbeddingRule(Rule):
     def rewrite(self, op, weight, ids, **_):
         if self.context.weights == "bf16":
             return self._bf16(op, weight, ids)
-        codes, scales = quantized(op, weight, "int8")
+        codes, scales = quantized(weight, "int8")
         axis = op.Constant(value_ints=[2])
         rows = op.GatherBlockQuantized(
-            codes, ids, op.Unsqueeze(scales, axis),
+            codes, ids, op.Unsqueeze(op.Cast(scales, to=ir.DataType.FLOAT), axis),
             bits=8, block_size=GROUP, gather_axis=0, quantize_axis=2, _domain="com.microsoft", _version=1,
         )  # fmt: skip
         rows.type, rows.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(("b", "S", *codes.shape[1:]))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import onnx_ir as ir
 
 GROUP = 64
@@ -24,14 +22,14 @@ def stored(
     return value
 
 
-def quantized(op: Any, weight: ir.Value, transform: str) -> tuple[ir.Value, ir.Value]:
-    """Codes u8 `[N, K/64, 32|64]` and fp32 scales `[N, K/64]` (stored as fp16) of a weight `[N,K]`."""
+def quantized(weight: ir.Value, transform: str) -> tuple[ir.Value, ir.Value]:
+    """Codes u8 `[N, K/64, 32|64]` and fp16 scales `[N, K/64]` of a weight `[N,K]`."""
     n, k = weight.shape
     groups = -(-k // GROUP)
     shape = (n, groups, _CODE_BYTES[transform])
     codes = stored(weight.graph, weight.name + ".codes", ir.DataType.UINT8, shape, transform)
     scales = stored(weight.graph, weight.name + ".scales", ir.DataType.FLOAT16, (n, groups), transform)
-    return codes, op.Cast(scales, to=ir.DataType.FLOAT)
+    return codes, scales
 
 
 def as_bf16(weight: ir.Value) -> ir.Value:

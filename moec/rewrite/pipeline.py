@@ -13,7 +13,18 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from moec.dialect import schemas
-from moec.rewrite import attention, dense, embedding, experts, layout, router, stored
+from moec.rewrite import (
+    attention,
+    dense,
+    embedding,
+    experts,
+    fuse,
+    independent,
+    layout,
+    rank,
+    router,
+    stored,
+)
 from moec.rewrite.context import RewriteContext
 from moec.rewrite.golden import graph_text
 
@@ -48,8 +59,11 @@ MOEC_PASSES = (
 
 CPU_PASSES = (
     Pass("embedding", embedding.lower_embedding),  # -> GatherBlockQuantized
-    Pass("dense", dense.lower_dense),  # -> MatMulNBits
+    Pass("dense", dense.lower_dense),  # -> moec::FusedLinear
+    Pass("rank", rank.lower_rank),  # fewer reshapes
+    Pass("fuse", fuse.lower_fused),  # fewer nodes
     Pass("stored", stored.lower_stored),  # the rest: fp32 as stored
+    Pass("independent", independent.mark_independent),  # no padding of runs
 )
 """rewritten.onnx -> the bundle's CPU graph over the tensors of weights.safetensors."""
 

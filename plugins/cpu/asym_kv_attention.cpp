@@ -64,8 +64,11 @@ public:
   }
 
   void compute(const Call &call) {
-    const Tensor q = call.input(kQ), k = call.input(kK), v = call.input(kV);
+    Tensor q = call.input(kQ), k = call.input(kK), v = call.input(kV);
     const Tensor blocks = call.input(kBlocks), ring = call.input(kRing);
+    split_heads(k, ring.shape[1]);
+    split_heads(v, ring.shape[1]);
+    split_heads(q, k.shape[3] ? q.shape[2] / k.shape[3] : 0);
     AttentionParams params = params_;
     set_geometry(params, q, k, v, blocks, ring);
     const Tensor slots = call.input(kSlotIds), lengths = call.input(kLengths);
@@ -88,6 +91,16 @@ private:
   void require(bool ok, const std::string &what) const {
     if (!ok)
       throw Error("AsymKVAttention layer " + std::to_string(layer_) + ": " + what);
+  }
+
+  // [b,S,heads*dim] is read as [b,S,heads,dim].
+  void split_heads(Tensor &x, int64_t heads) const {
+    if (x.rank != 3)
+      return;
+    require(heads > 0 && x.shape[2] % heads == 0, "q, k and v must have whole heads");
+    x.rank = 4;
+    x.shape[3] = x.shape[2] / heads;
+    x.shape[2] = heads;
   }
 
   void set_geometry(AttentionParams &p, const Tensor &q, const Tensor &k, const Tensor &v,
@@ -200,6 +213,8 @@ private:
 
   static void run(const Call &call, const AttentionParams &p, const std::vector<Row> &rows, int64_t width,
                   const Memory &m) {
+    if (width == 1)
+      return decode(call, p, rows, m);
     const int64_t heads = p.kv_heads, values = p.query_heads / heads * p.layout.v_dim;
     call.parallel(rows.size() * static_cast<size_t>(heads), [&](size_t task) {
       const int64_t r = static_cast<int64_t>(task) / heads, head = static_cast<int64_t>(task) % heads;
@@ -208,6 +223,48 @@ private:
       for (int64_t i = rows[r].tokens; i < width; ++i)
         std::fill_n(tokens.out + i * tokens.out_stride, values, 0.0f);
     });
+  }
+
+  // One head of a row with one token, and where its parts are in the list of all parts.
+  struct Head {
+    HeadState state;
+    HeadTokens token;
+    int64_t first_part;
+  };
+
+  // Every row has one token or none: threads share heads and, in long contexts, parts of them.
+  static void decode(const Call &call, const AttentionParams &p, const std::vector<Row> &rows,
+                     const Memory &m) {
+    std::vector<Head> heads;
+    std::vector<size_t> head_of; // of each part
+    bool flushes = false;
+    for (size_t r = 0; r < rows.size(); ++r)
+      for (int64_t head = 0; head < p.kv_heads; ++head) {
+        const HeadTokens token = head_tokens(p, m, rows[r], static_cast<int64_t>(r), head);
+        if (rows[r].tokens == 0) {
+          std::fill_n(token.out, p.query_heads / p.kv_heads * p.layout.v_dim, 0.0f);
+          continue;
+        }
+        flushes |= p.layout.blocks_at(token.length + 1) > p.layout.blocks_at(token.length);
+        heads.push_back({head_state(p, m, rows[r].slot, head), token, static_cast<int64_t>(head_of.size())});
+        head_of.resize(head_of.size() + static_cast<size_t>(count_parts(p, token)), heads.size() - 1);
+      }
+    const auto append = [&](size_t i) { append_token(p, heads[i].state, heads[i].token); };
+    if (flushes || heads.size() > 8)
+      call.parallel(heads.size(), append);
+    else
+      for (size_t i = 0; i < heads.size(); ++i)
+        append(i);
+    const size_t each = part_floats(p);
+    thread_local std::vector<float> parts;
+    parts.resize(head_of.size() * each);
+    float *memory = parts.data(); // a lambda would find the other thread's own
+    call.parallel(head_of.size(), [&](size_t i) {
+      const Head &h = heads[head_of[i]];
+      see_part(p, h.state, h.token, static_cast<int64_t>(i) - h.first_part, memory + i * each);
+    });
+    for (const Head &h : heads)
+      join_parts(p, h.state, h.token, memory + h.first_part * each);
   }
 
   int64_t layer_;

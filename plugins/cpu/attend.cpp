@@ -10,13 +10,22 @@ namespace moec {
 namespace {
 
 constexpr int kTokens = KvLayout::kBlockTokens;
+constexpr int kPartBlocks = 4; // blocks in one part
 constexpr float kLowest = -3.0e38f;
 
-// What the token at position n sees, in the order in which it is added up: blocks, sinks, recent tokens.
+// What the token at position n sees: parts of four blocks, then one part of sinks and recent tokens. Each
+// part has its own softmax; they are joined in this order, whoever computed them.
 struct View {
   int64_t blocks, sinks, first_recent, recent;
-  int64_t tokens() const { return blocks * kTokens + sinks + recent; }
+  int64_t block_parts() const { return (blocks + kPartBlocks - 1) / kPartBlocks; }
+  // Tokens of a part.
+  int64_t tokens(int64_t part) const {
+    if (part < 0)
+      return sinks + recent;
+    return std::clamp<int64_t>(blocks - part * kPartBlocks, 0, kPartBlocks) * kTokens;
+  }
 };
+constexpr int64_t kRingPart = -1;
 
 View view_at(const KvLayout &layout, int64_t n) {
   View v{};
@@ -70,9 +79,44 @@ private:
   std::vector<char> rows_;
 };
 
+// What some heads see of a part, or of all parts so far: the sum of V weighted with exp(logit - top), the sum
+// of the weights, which is 0 where nothing was seen, and top.
+struct Seen {
+  float *top, *sum, *acc; // [heads], [heads], [heads][v_dim]
+  Seen(float *memory, int64_t heads) : top(memory), sum(memory + heads), acc(memory + 2 * heads) {}
+  static size_t floats(int64_t heads, int v_dim) { return static_cast<size_t>(heads) * (2 + v_dim); }
+};
+
+void clear(const Seen &s, int64_t heads, int v_dim) {
+  std::fill_n(s.top, heads, kLowest);
+  std::fill_n(s.sum, heads, 0.0f);
+  std::fill_n(s.acc, heads * v_dim, 0.0f);
+}
+
+void join(const Seen &all, const Seen &part, int64_t heads, int v_dim) {
+  for (int64_t h = 0; h < heads; ++h) {
+    if (part.sum[h] == 0)
+      continue;
+    float *to = all.acc + h * v_dim;
+    const float *from = part.acc + h * v_dim;
+    if (all.sum[h] == 0) {
+      all.top[h] = part.top[h];
+      all.sum[h] = part.sum[h];
+      std::copy_n(from, v_dim, to);
+      continue;
+    }
+    const float top = std::max(all.top[h], part.top[h]);
+    const float a = std::exp(all.top[h] - top), b = std::exp(part.top[h] - top);
+    all.top[h] = top;
+    all.sum[h] = all.sum[h] * a + part.sum[h] * b;
+    for (int c = 0; c < v_dim; ++c)
+      to[c] = to[c] * a + from[c] * b;
+  }
+}
+
 struct Scratch {
   std::vector<View> views;
-  std::vector<float> q, logits, acc, sums;
+  std::vector<float> q, logits, all, part;
 };
 
 Scratch &thread_scratch() {
@@ -88,31 +132,36 @@ public:
 
   // Tokens [first, first + count) of `tokens`, whose rows have been appended.
   void attend(const HeadTokens &tokens, int first, int count) {
-    views_.clear();
-    for (int i = 0; i < count; ++i)
-      views_.push_back(view_at(p_.layout, tokens.length + first + i));
-    stride_ = 0;
-    for (const View &v : views_)
-      stride_ = std::max(stride_, (v.tokens() + 15) / 16 * 16);
-    const size_t heads = static_cast<size_t>(count) * group_;
-    q_.resize(heads * p_.layout.k_dim);
-    logits_.resize(heads * stride_);
-    acc_.assign(heads * p_.layout.v_dim, 0.0f);
-    sums_.resize(heads);
-    for (int i = 0; i < count; ++i)
-      prepare_queries(tokens.q + (first + i) * tokens.q_stride, q_.data() + i * group_ * p_.layout.k_dim);
-    compute_logits();
-    for (int i = 0; i < count; ++i)
-      for (int h = 0; h < group_; ++h)
-        normalize(i, h, tokens.q + (first + i) * tokens.q_stride + h * p_.layout.k_dim);
-    add_values();
-    for (int i = 0; i < count; ++i)
-      finish(i, tokens.out + (first + i) * tokens.out_stride);
+    prepare(tokens, first, count);
+    const int dv = p_.layout.v_dim;
+    all_.resize(Seen::floats(heads(), dv));
+    part_.resize(Seen::floats(heads(), dv));
+    const Seen all(all_.data(), heads()), part(part_.data(), heads());
+    clear(all, heads(), dv);
+    for (int64_t i = 0; i <= views_.back().block_parts(); ++i) {
+      see(i < views_.back().block_parts() ? i : kRingPart, part);
+      join(all, part, heads(), dv);
+    }
+    finish(tokens, first, all);
+  }
+
+  // The same in steps, for one token: parts may be seen in any order, by any thread.
+  void see_part(const HeadTokens &token, int64_t index, float *out) {
+    prepare(token, 0, 1);
+    see(index < views_[0].block_parts() ? index : kRingPart, Seen(out, heads()));
+  }
+  void join_parts(const HeadTokens &token, float *parts) {
+    prepare(token, 0, 1);
+    const size_t each = Seen::floats(heads(), p_.layout.v_dim);
+    const Seen all(parts, heads());
+    for (int64_t i = 1; i <= views_[0].block_parts(); ++i)
+      join(all, Seen(parts + i * each, heads()), heads(), p_.layout.v_dim);
+    finish(token, 0, all);
   }
 
 private:
+  int64_t heads() const { return static_cast<int64_t>(views_.size()) * group_; }
   float *logits(int64_t token) { return logits_.data() + token * group_ * stride_; }
-  float *acc(int64_t token) { return acc_.data() + token * group_ * p_.layout.v_dim; }
   const float *queries(int64_t token) const { return q_.data() + token * group_ * p_.layout.k_dim; }
   const uint8_t *block(int64_t index) const { return s_.blocks + index * p_.layout.block_bytes; }
 
@@ -134,56 +183,84 @@ private:
         out[i] = p_.layout.quantized ? q[c.k_order[i]] * c.k_ref[i] * p_.scale : q[i] * p_.scale;
   }
 
-  void compute_logits() {
+  void prepare(const HeadTokens &tokens, int first, int count) {
+    views_.clear();
+    for (int i = 0; i < count; ++i)
+      views_.push_back(view_at(p_.layout, tokens.length + first + i));
+    q_.resize(static_cast<size_t>(heads()) * p_.layout.k_dim);
+    for (int i = 0; i < count; ++i)
+      prepare_queries(tokens.q + (first + i) * tokens.q_stride, q_.data() + i * group_ * p_.layout.k_dim);
+  }
+
+  // Softmax and values over one part.
+  void see(int64_t part, const Seen &out) {
+    clear(out, heads(), p_.layout.v_dim);
+    stride_ = 0;
+    for (const View &v : views_)
+      stride_ = std::max(stride_, (v.tokens(part) + 15) / 16 * 16);
+    logits_.resize(static_cast<size_t>(heads()) * stride_);
+    part == kRingPart ? ring_logits() : block_logits(part);
+    for (int64_t h = 0; h < heads(); ++h)
+      if (const int64_t count = views_[h / group_].tokens(part))
+        normalize(logits_.data() + h * stride_, count, out.top + h, out.sum + h);
+    part == kRingPart ? ring_values(out.acc) : block_values(part, out.acc);
+  }
+
+  void block_logits(int64_t part) {
     const int dk = p_.layout.k_dim;
     const int64_t count = static_cast<int64_t>(views_.size());
-    for_blocks([&](int64_t b, int64_t first) {
+    for_blocks(part, [&](int64_t b, int64_t first, int64_t at) {
       if (count > 1) {
         k_.unpack_keys(p_.layout, block(b), keys());
         k_.panel_logits(p_.layout, keys(), {static_cast<int>(count - first) * group_, stride_},
-                        queries(first), logits(first) + b * kTokens);
+                        queries(first), logits(first) + at);
         return;
       }
       for_passes([&](int h, int n) {
-        k_.block_logits(p_.layout, block(b), {n, stride_}, queries(0) + h * dk,
-                        logits(0) + h * stride_ + b * kTokens);
+        k_.block_logits(p_.layout, block(b), {n, stride_}, queries(0) + h * dk, logits(0) + h * stride_ + at);
       });
     });
+  }
+
+  void block_values(int64_t part, float *acc) {
+    const int dv = p_.layout.v_dim;
+    const int64_t count = static_cast<int64_t>(views_.size());
+    const float *v_ref = s_.calibration.v_ref;
+    for_blocks(part, [&](int64_t b, int64_t first, int64_t at) {
+      if (count > 1) {
+        k_.unpack_values(p_.layout, block(b), v_ref, values());
+        k_.panel_values(p_.layout, values(), {static_cast<int>(count - first) * group_, stride_},
+                        logits(first) + at, acc + first * group_ * dv);
+        return;
+      }
+      for_passes([&](int h, int n) {
+        k_.block_values(p_.layout, block(b), v_ref, {n, stride_}, logits(0) + h * stride_ + at, acc + h * dv);
+      });
+    });
+  }
+
+  void ring_logits() {
     for_ring([&](int64_t token, const char *rows, int n, int64_t at, int h, int heads) {
-      k_.ring_logits(p_.layout, rows, n, {heads, stride_}, queries(token) + h * dk,
+      k_.ring_logits(p_.layout, rows, n, {heads, stride_}, queries(token) + h * p_.layout.k_dim,
                      logits(token) + h * stride_ + at);
     });
   }
 
-  void add_values() {
-    const int dv = p_.layout.v_dim;
-    const int64_t count = static_cast<int64_t>(views_.size());
-    const float *v_ref = s_.calibration.v_ref;
-    for_blocks([&](int64_t b, int64_t first) {
-      if (count > 1) {
-        k_.unpack_values(p_.layout, block(b), v_ref, values());
-        k_.panel_values(p_.layout, values(), {static_cast<int>(count - first) * group_, stride_},
-                        logits(first) + b * kTokens, acc(first));
-        return;
-      }
-      for_passes([&](int h, int n) {
-        k_.block_values(p_.layout, block(b), v_ref, {n, stride_}, logits(0) + h * stride_ + b * kTokens,
-                        acc(0) + h * dv);
-      });
-    });
+  void ring_values(float *acc) {
     for_ring([&](int64_t token, const char *rows, int n, int64_t at, int h, int heads) {
       k_.ring_values(p_.layout, rows, n, {heads, stride_}, logits(token) + h * stride_ + at,
-                     acc(token) + h * dv);
+                     acc + (token * group_ + h) * p_.layout.v_dim);
     });
   }
 
-  // Calls use(block, first token that sees it).
-  template <class Use> void for_blocks(const Use &use) const {
+  // Calls use(block, first token that sees it, index of its first logit) for the blocks of a part.
+  template <class Use> void for_blocks(int64_t part, const Use &use) const {
+    const int64_t begin = part * kPartBlocks, end = std::min(begin + kPartBlocks, views_.back().blocks);
     int64_t first = 0;
-    for (int64_t b = 0; b < views_.back().blocks; ++b) {
+    for (int64_t b = begin; b < end; ++b) {
       while (views_[first].blocks <= b)
         ++first;
-      use(b, first);
+      use(b, first, (b - begin) * kTokens);
     }
   }
 
@@ -192,7 +269,7 @@ private:
   template <class Use> void for_ring(const Use &use) const {
     for (int64_t token = 0; token < static_cast<int64_t>(views_.size()); ++token) {
       const View &v = views_[token];
-      int64_t at = v.blocks * kTokens;
+      int64_t at = 0;
       const auto each = [&](const char *rows, int n) {
         for_passes([&](int h, int heads) { use(token, rows, n, at, h, heads); });
         at += n;
@@ -213,28 +290,27 @@ private:
     return s_.sink_logits[head] - p_.scale * shift;
   }
 
-  // Logits -> probabilities that have yet to be divided by their sum.
-  void normalize(int64_t token, int head, const float *q) {
-    float *x = logits(token) + head * stride_;
-    const int64_t count = views_[token].tokens();
+  // Logits -> weights of the values.
+  void normalize(float *x, int64_t count, float *top, float *sum) const {
     for (int64_t i = 0; p_.softcap > 0 && i < count; ++i)
       x[i] = p_.softcap * std::tanh(x[i] / p_.softcap);
-    const float sink = sink_logit(q, head);
-    float &sum = sums_[token * group_ + head];
-    const float top = k_.softmax(x, count, sink, &sum);
-    if (p_.has_sink_logits)
-      sum += std::exp(sink - top);
+    *top = k_.softmax(x, count, kLowest, sum);
   }
 
-  void finish(int64_t token, float *out) {
-    const int dv = p_.layout.v_dim;
-    for (int h = 0; h < group_; ++h) {
-      float *y = acc(token) + h * dv;
+  // Outputs of tokens [first, ..) from all that their heads see.
+  void finish(const HeadTokens &tokens, int first, const Seen &all) {
+    const int dk = p_.layout.k_dim, dv = p_.layout.v_dim;
+    for (int64_t h = 0; h < heads(); ++h) {
+      const int64_t token = first + h / group_, head = h % group_;
+      const float sink = sink_logit(tokens.q + token * tokens.q_stride + head * dk, static_cast<int>(head));
+      const float top = std::max(all.top[h], sink), scale = std::exp(all.top[h] - top);
+      const float sum = p_.has_sink_logits ? all.sum[h] * scale + std::exp(sink - top) : all.sum[h];
+      float *y = all.acc + h * dv;
       for (int c = 0; c < dv; ++c)
-        y[c] /= sums_[token * group_ + h];
+        y[c] = y[c] * scale / sum;
       if (p_.layout.quantized)
         hadamard(y, dv, p_.layout.v_group);
-      std::copy(y, y + dv, out + h * dv);
+      std::copy_n(y, dv, tokens.out + token * tokens.out_stride + head * dv);
     }
   }
 
@@ -256,8 +332,8 @@ private:
   // Kept by each thread: a decode step makes many tiles.
   Scratch &scratch_ = thread_scratch();
   std::vector<View> &views_ = scratch_.views;
-  std::vector<float> &q_ = scratch_.q, &logits_ = scratch_.logits, &acc_ = scratch_.acc,
-                     &sums_ = scratch_.sums;
+  std::vector<float> &q_ = scratch_.q, &logits_ = scratch_.logits, &all_ = scratch_.all,
+                     &part_ = scratch_.part;
 };
 
 // Writes a token's row and, where that completes one, its block.
@@ -278,6 +354,29 @@ int tile_tokens(const AttentionParams &p, int64_t length) {
 }
 
 } // namespace
+
+void append_token(const AttentionParams &p, const HeadState &s, const HeadTokens &token) {
+  append(p, s, token, 0);
+}
+
+int64_t count_parts(const AttentionParams &p, const HeadTokens &token) {
+  return view_at(p.layout, token.length).block_parts() + 1;
+}
+
+size_t part_floats(const AttentionParams &p) {
+  return Seen::floats(p.query_heads / p.kv_heads, p.layout.v_dim);
+}
+
+void see_part(const AttentionParams &p, const HeadState &s, const HeadTokens &token, int64_t index,
+              float *out) {
+  const RecentRows ring(p.layout, s.ring);
+  Tile(p, s, ring).see_part(token, index, out);
+}
+
+void join_parts(const AttentionParams &p, const HeadState &s, const HeadTokens &token, float *parts) {
+  const RecentRows ring(p.layout, s.ring);
+  Tile(p, s, ring).join_parts(token, parts);
+}
 
 void run_tokens(const AttentionParams &p, const HeadState &s, const HeadTokens &t) {
   RecentRows recent(p.layout, s.ring);

@@ -35,4 +35,14 @@ struct HeadTokens {
 // divided.
 void run_tokens(const AttentionParams &params, const HeadState &state, const HeadTokens &tokens);
 
+// The same for one token in steps, so that threads can share a long context: after append_token every part
+// [0, count_parts) is seen into its own part_floats() floats, in any order; join_parts makes the output of
+// them.
+void append_token(const AttentionParams &params, const HeadState &state, const HeadTokens &token);
+int64_t count_parts(const AttentionParams &params, const HeadTokens &token);
+size_t part_floats(const AttentionParams &params);
+void see_part(const AttentionParams &params, const HeadState &state, const HeadTokens &token, int64_t index,
+              float *out);
+void join_parts(const AttentionParams &params, const HeadState &state, const HeadTokens &token, float *parts);
+
 } // namespace moec

@@ -2,6 +2,7 @@
 // kernels_*.cpp.
 #pragma once
 #include "attention_kernels.h"
+#include "dense_kernels.h"
 #include "gemv_kernels.h"
 #include "int8_kernels.h"
 #include "panel_kernels.h"
@@ -85,6 +86,9 @@ template <class Wide, class Narrow> Kernels make_kernels(const char *name) {
   k.bf16_fp32 = bf16_fp32<Narrow>;
   k.sigmoid = sigmoid<Narrow>;
   k.dot = dot<Narrow>;
+  k.quantize_int8 = quantize_int8;
+  k.dense4 = dense<Narrow, 4>;
+  k.dense8 = dense<Narrow, 8>;
   return k;
 }
 

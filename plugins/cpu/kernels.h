@@ -47,6 +47,21 @@ struct QuantizedVector {
   int32_t *offsets; // [groups][2][8]: what undoes the offset 8 of the weight codes, spread over the lanes
 };
 
+// Activations of one token as int8 in groups of 64, for dense layers: x = code * scale. Twice, because codes
+// of four bits meet even columns first, then odd ones, and codes of eight bits the columns as they are.
+struct Int8Vector {
+  int8_t *split, *plain;        // [groups][64]
+  float *scales;                // [groups]; NaN where a value is not finite
+  int32_t *offsets4, *offsets8; // [groups][8]: what undoes the offsets 8 and 128 of the weight codes
+};
+
+// Rows of a quantized matrix.
+struct DenseRows {
+  const uint8_t *codes; // [rows][groups*32] with four bits, [rows][groups*64] with eight
+  const float *scales;  // [rows][groups]
+  int groups;
+};
+
 struct Int4Matrix {
   const uint8_t *codes;   // [rows][groups*32]
   const uint16_t *scales; // fp16 [rows][groups]
@@ -93,6 +108,11 @@ struct Kernels {
   void (*bf16_fp32)(const uint16_t *w, int columns, int begin, int end, const float *const *x, int count,
                     float *y, int64_t stride);
   float (*dot)(const float *a, const float *b, int count);
+
+  void (*quantize_int8)(const float *x, int count, const Int8Vector &out);
+  // y[vector][row] for `rows` rows and `count` vectors; y has `stride` floats a vector.
+  void (*dense4)(const DenseRows &w, int rows, const Int8Vector *x, int count, float *y, int64_t stride);
+  void (*dense8)(const DenseRows &w, int rows, const Int8Vector *x, int count, float *y, int64_t stride);
 };
 
 const Kernels &kernels(); // the best for this CPU, or what MOEC_CPU_ISA names (portable | avx2 | avx512)

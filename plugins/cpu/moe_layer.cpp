@@ -153,7 +153,7 @@ std::vector<char> MoeLayer::valid_tokens(int64_t tokens, const Tensor &num_token
 void MoeLayer::run(const Call &call, const Tensor &hidden, const std::vector<char> &valid, const int32_t *ids,
                    const float *weights, const Tensor &experts, float *out) const {
   BlobLayout layout = layout_;
-  layout.hidden = static_cast<int>(hidden.shape[1]);
+  layout.hidden = static_cast<int>(hidden.last());
   layout.place_sections();
   if (experts.shape[0] != num_experts_ || experts.shape[1] != static_cast<int64_t>(layout.blob_bytes))
     fail("experts has shape [" + std::to_string(experts.shape[0]) + ", " + std::to_string(experts.shape[1]) +

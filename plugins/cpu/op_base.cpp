@@ -50,7 +50,7 @@ int64_t Tensor::count() const {
 }
 
 size_t Tensor::bytes() const {
-  const size_t each = type == ort::kInt8 ? 1 : type == ort::kFloat16 ? 2 : 4;
+  const size_t each = type == ort::kInt8 || type == ort::kUint8 ? 1 : type == ort::kFloat16 ? 2 : 4;
   return static_cast<size_t>(count()) * each;
 }
 
@@ -66,6 +66,13 @@ const void *Call::raw(size_t index) const {
   auto *v = const_cast<ort::Value *>(value(index));
   check(api_, api_.call<ort::Status *>(ort::kGetTensorMutableData, v, &data), "tensor data");
   return data;
+}
+
+size_t Call::input_count() const {
+  size_t count = 0;
+  const ort::KernelContext *context = context_;
+  check(api_, api_.call<ort::Status *>(ort::kKernelContextInputCount, context, &count), "input count");
+  return count;
 }
 
 Tensor Call::input(size_t index) const {

@@ -5,6 +5,7 @@
 #include <functional>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace moec {
 
@@ -39,6 +40,8 @@ struct Tensor {
   int type = 0;
   void *data = nullptr;
   int64_t count() const;
+  int64_t last() const { return rank ? shape[rank - 1] : 0; }
+  int64_t rows() const { return last() ? count() / last() : 0; } // of last() elements
   size_t bytes() const;
   template <class T> T *as() const { return static_cast<T *>(data); }
 };
@@ -48,6 +51,7 @@ class Call {
 public:
   Call(const ort::Api &api, ort::KernelContext *context) : api_(api), context_(context) {}
   Tensor input(size_t index) const;
+  size_t input_count() const;
   // Only the data, where the shape is known: cheaper.
   template <class T> const T *data(size_t index) const { return static_cast<const T *>(raw(index)); }
   // Allocates (or finds, when bound) output `index`.
@@ -65,7 +69,8 @@ private:
 };
 
 // Builds the CustomOp table of a class with: kName, kInputs[], kOutputs[] (element types), a constructor
-// (const Attributes &) and compute(const Call &).
+// (const Attributes &) and compute(const Call &). With kVariadic the last input stands for any number of
+// inputs of any type, and the last output for any number of outputs of its type.
 template <class Op> class Registration {
 public:
   static const ort::CustomOp *table() {
@@ -96,6 +101,11 @@ private:
     auto *k = static_cast<Kernel *>(kernel);
     return guarded(k->api, [&] { k->op.compute(Call(k->api, context)); });
   }
+  template <class T, class = void> struct IsVariadic : std::false_type {};
+  template <class T> struct IsVariadic<T, std::void_t<decltype(T::kVariadic)>> : std::true_type {};
+  static int kind(size_t index, size_t count) {
+    return IsVariadic<Op>::value && index + 1 == count ? ort::kVariadic : ort::kRequired;
+  }
   static ort::CustomOp make() {
     using ort::CustomOp;
     CustomOp op{};
@@ -109,10 +119,12 @@ private:
     op.GetOutputType = [](const CustomOp *, size_t i) -> int { return Op::kOutputs[i]; };
     op.GetInputTypeCount = [](const CustomOp *) { return std::size(Op::kInputs); };
     op.GetOutputTypeCount = [](const CustomOp *) { return std::size(Op::kOutputs); };
-    op.GetInputCharacteristic = op.GetOutputCharacteristic = [](const CustomOp *, size_t) { return 0; };
+    op.GetInputCharacteristic = [](const CustomOp *, size_t i) { return kind(i, std::size(Op::kInputs)); };
+    op.GetOutputCharacteristic = [](const CustomOp *, size_t i) { return kind(i, std::size(Op::kOutputs)); };
     op.GetInputMemoryType = [](const CustomOp *, size_t) { return 0; };
-    op.GetVariadicInputMinArity = op.GetVariadicOutputMinArity = [](const CustomOp *) { return 0; };
-    op.GetVariadicInputHomogeneity = op.GetVariadicOutputHomogeneity = [](const CustomOp *) { return 0; };
+    op.GetVariadicInputMinArity = op.GetVariadicOutputMinArity = [](const CustomOp *) { return 1; };
+    op.GetVariadicInputHomogeneity = [](const CustomOp *) { return 0; };
+    op.GetVariadicOutputHomogeneity = [](const CustomOp *) { return 1; };
     op.GetStartVersion = [](const CustomOp *) { return 1; };
     op.GetEndVersion = [](const CustomOp *) { return 0x7fffffff; };
     return op;
@@ -122,5 +134,6 @@ private:
 const ort::CustomOp *asym_kv_attention_op();
 const ort::CustomOp *pipelined_moe_op();
 const ort::CustomOp *experts_op();
+const ort::CustomOp *fused_linear_op();
 
 } // namespace moec

@@ -39,6 +39,7 @@ enum Slot : int {
   kKernelInfoAttributeFloat = 85,
   kKernelInfoAttributeInt64 = 86,
   kKernelInfoAttributeString = 87,
+  kKernelContextInputCount = 88,
   kKernelContextInput = 90,
   kKernelContextOutput = 91,
   kReleaseStatus = 93,
@@ -46,7 +47,8 @@ enum Slot : int {
   kKernelContextParallelFor = 274,
 };
 
-enum ElementType : int { kUndefined = 0, kFloat = 1, kInt8 = 3, kInt32 = 6, kFloat16 = 10 };
+enum ElementType : int { kUndefined = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kFloat16 = 10 };
+enum Characteristic : int { kRequired = 0, kVariadic = 2 };
 enum StatusCode : int { kFail = 1, kInvalidArgument = 2 };
 
 // struct OrtCustomOp as of API version 18.

@@ -31,8 +31,8 @@ public:
 
   void compute(const Call &call) {
     const Tensor hidden = call.input(kHidden), router_weight = call.input(kRouterWeight);
-    const int64_t tokens = hidden.shape[0];
-    if (router_weight.shape[0] != router_.num_experts || router_weight.shape[1] != hidden.shape[1])
+    const int64_t tokens = hidden.rows();
+    if (router_weight.shape[0] != router_.num_experts || router_weight.shape[1] != hidden.last())
       layer_.fail("router_weight and hidden do not fit");
     const std::vector<char> valid = layer_.valid_tokens(tokens, call.input(kNumTokens));
     const size_t pairs = static_cast<size_t>(tokens) * static_cast<size_t>(layer_.top_k());
@@ -40,7 +40,7 @@ public:
     std::vector<float> weights(pairs);
     route(call, hidden, router_weight.as<float>(), valid, ids.data(), weights.data());
 
-    auto *out = static_cast<float *>(call.output(0, hidden.shape, 2));
+    auto *out = static_cast<float *>(call.output(0, hidden.shape, hidden.rank));
     call.state_output(1, call.input(kResidency));
     call.state_output(2, call.input(kStaging));
     layer_.run(call, hidden, valid, ids.data(), weights.data(), call.input(kExperts), out);
@@ -50,8 +50,8 @@ private:
   void route(const Call &call, const Tensor &hidden, const float *router_weight,
              const std::vector<char> &valid, int32_t *ids, float *weights) const {
     constexpr int64_t kTokensPerTask = 16;
-    const int64_t tokens = hidden.shape[0];
-    const int H = static_cast<int>(hidden.shape[1]);
+    const int64_t tokens = hidden.rows();
+    const int H = static_cast<int>(hidden.last());
     const float *bias = call.data<float>(kRouterBias), *selection_bias = call.data<float>(kSelectionBias);
     call.parallel(static_cast<size_t>((tokens + kTokensPerTask - 1) / kTokensPerTask), [&](size_t task) {
       std::vector<float> logits(static_cast<size_t>(router_.num_experts));

@@ -99,6 +99,16 @@ struct Avx2 {
     return _mm256_cvtepi32_ps(
         _mm256_add_epi32(lanes, _mm256_loadu_si256(reinterpret_cast<const I *>(offset))));
   }
+  // Pairs of products of 8-bit codes overflow 16 bits: the products are made with 16 bits.
+  static F dot_bytes(const uint8_t *codes, const int8_t *x, const int32_t *offset) {
+    I lanes = _mm256_loadu_si256(reinterpret_cast<const I *>(offset));
+    for (int i = 0; i < 64; i += 16) {
+      const I w = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(codes + i)));
+      const I v = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(x + i)));
+      lanes = _mm256_add_epi32(lanes, _mm256_madd_epi16(w, v));
+    }
+    return _mm256_cvtepi32_ps(lanes);
+  }
   static F code_values(const uint8_t *p, int part) {
     const I wide =
         _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p + 8 * (part & 3))));

@@ -76,6 +76,13 @@ struct Avx512Narrow : Avx2 {
     lanes = _mm256_dpbusd_epi32(lanes, c.high, _mm256_loadu_si256(v + 1));
     return _mm256_cvtepi32_ps(lanes);
   }
+  static F dot_bytes(const uint8_t *codes, const int8_t *x, const int32_t *offset) {
+    const I *w = reinterpret_cast<const I *>(codes), *v = reinterpret_cast<const I *>(x);
+    I lanes = _mm256_loadu_si256(reinterpret_cast<const I *>(offset));
+    lanes = _mm256_dpbusd_epi32(lanes, _mm256_loadu_si256(w), _mm256_loadu_si256(v));
+    lanes = _mm256_dpbusd_epi32(lanes, _mm256_loadu_si256(w + 1), _mm256_loadu_si256(v + 1));
+    return _mm256_cvtepi32_ps(lanes);
+  }
 };
 
 } // namespace

@@ -96,6 +96,14 @@ struct Portable {
       lanes[i / 4] += c.low[i] * x[i] + c.high[i] * x[32 + i];
     return __builtin_convertvector(lanes, F);
   }
+  // 64 bytes of codes against 64 activations.
+  static F dot_bytes(const uint8_t *codes, const int8_t *x, const int32_t *offset) {
+    S lanes;
+    std::memcpy(&lanes, offset, sizeof lanes);
+    for (int i = 0; i < 64; ++i)
+      lanes[i / 8] += codes[i] * x[i];
+    return __builtin_convertvector(lanes, F);
+  }
   // Eight weights (code - 8): `part` 0..3 of the even columns, 4..7 of the odd ones.
   static F code_values(const uint8_t *p, int part) {
     F x;

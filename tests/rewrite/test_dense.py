@@ -9,6 +9,7 @@ import torch
 from moec import native
 from moec.reference.weights import dequantize_int4, dequantize_int8, quantize_int4, quantize_int8
 from moec.rewrite import run
+from moec.rewrite.linear import read
 from tests.helpers.built import build_graph
 from tests.helpers.captured import captured, checkpoint
 from tests.helpers.graphs import Stepper, random_texts, reference_logits, session, two_slots
@@ -38,7 +39,7 @@ def test_int4_and_int8_weights(tmp_path):
     stepper = Stepper(session(built.save("n.onnx"), native.cpu_library()), built.constants)
     for got, text in zip(two_slots(stepper, *texts), texts, strict=True):
         want = reference_logits(model, text)
-        # MatMulNBits rounds activations to 8 bits; a wrong scale or layout is off by far more.
+        # FusedLinear rounds activations to 8 bits; a wrong scale or layout is off by far more.
         error = np.abs(got - want) / np.abs(want).max()
         assert np.median(error) < 0.02
 
@@ -46,15 +47,16 @@ def test_int4_and_int8_weights(tmp_path):
 def test_which_layer_gets_which_format():
     model = captured("qwen2_moe").model.clone()
     run(model, context("qwen2_moe"))
-    nodes = [n for n in model.graph if n.op_type == "MatMulNBits"]
-    bits = {n.inputs[1].name: n.attributes["bits"].value for n in nodes}
+    matrices = [m for n in model.graph if n.op_type == "FusedLinear" for m in read(n).matrices]
+    bits = {w[0].name: w[0].shape[-1] // 8 for w, _ in matrices if len(w) == 2}
     assert bits.pop("model.embed_tokens.weight.codes") == 8  # the tied output projection
     kinds = {8: {"k_proj", "v_proj", "o_proj", "down_proj"}, 4: {"q_proj", "gate_proj", "up_proj"}}
     for width, names in kinds.items():
         assert {name.split(".")[-3] for name, b in bits.items() if b == width} == names
-    assert len(nodes) == 15
-    biased = [n for n in nodes if len(n.inputs) == 6]
-    assert sorted({n.inputs[5].name.split(".")[-2] for n in biased}) == ["k_proj", "q_proj", "v_proj"]
+    assert len(bits) == 14
+    biased = {b.name.split(".")[-2] for _, b in matrices if b is not None}
+    assert sorted(biased) == ["k_proj", "q_proj", "v_proj"]
+    assert {w[0].name.split(".")[-2] for w, _ in matrices if len(w) == 1} == {"shared_expert_gate"}
     gather = next(n for n in model.graph if n.op_type == "GatherBlockQuantized")
     assert gather.inputs[0].name == "model.embed_tokens.weight.codes"
 

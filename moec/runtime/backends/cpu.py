@@ -1,9 +1,9 @@
 """Runs a bundle's graph on the CPU: ONNX Runtime with libmoec_cpu, caches updated in place.
 
 The state inputs (`kv.*.blocks`, `kv.*.ring`, `state.*` of recurrent layers) and their outputs are bound to
-the same memory, so a step copies no cache. ONNX Runtime's 4-bit matrix product gives a row the same bits
-whatever rows are beside it only if the number of rows is even, so every run is padded to an even number,
-with an idle row or a padding token.
+the same memory, so a step copies no cache. ONNX Runtime's matrix products give a row the same bits whatever
+rows are beside it only if the number of rows is even. Runs of graphs that have such products (those without
+the mark of moec.rewrite.independent) are padded to an even number, with an idle row or a padding token.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _NUMPY_TYPES = {
     "tensor(uint8)": np.uint8,
     "tensor(int32)": np.int32,
 }
+_INDEPENDENT = "moec.independent_rows"
 _CACHED_POSITIONS = 2  # bindings of decode-sized runs are kept
 # Nobody spins between runs. Within a run a thread waits 20 us before it sleeps: the next product is a few us
 # away, and waking it costs more. On two cores at 1024 tokens: 8.4 -> 6.0 ms a token for the same CPU time.
@@ -91,6 +92,7 @@ class CpuBackend:
         self._threads = threads or physical_cores()
         self._session = self._create(str(model))
         self._all_session: ort.InferenceSession | None = None
+        self._independent = self._session.get_modelmeta().custom_metadata_map.get(_INDEPENDENT) == "1"
         self.context = context
         shapes = {entry.name: entry for entry in self._session.get_inputs()}
         self.batch = int(shapes["lengths"].shape[0])
@@ -149,7 +151,8 @@ class CpuBackend:
         rows, positions = np.shape(input_ids)
         self._check_room(slot_ids, num_tokens)
         free = [slot for slot in range(self.batch) if slot not in slot_ids]
-        bound = self._bind(session, *even_shape(rows, positions, len(free)))
+        shape = (rows, positions) if self._independent else even_shape(rows, positions, len(free))
+        bound = self._bind(session, *shape)
         bound.fill(input_ids, slot_ids, num_tokens, free)
         try:
             session.run_with_iobinding(bound.binding)

@@ -1,0 +1,266 @@
+// moec::FusedLinear: the dense layers that read one tensor, in one node. Matrix i is codes and fp16 scales,
+// or fp32 (gates of a few rows), perhaps with a bias:
+//
+//   inputs   x [..., K], for each matrix (codes, scales[, bias]) or (weight[, bias]), [gate_logit],
+//   addends... outputs  y_i [..., N_i] = x W_i^T + b_i; with an activation y_0 becomes act(y_0) * y_1, and
+//   y_1 is no output;
+//            then y_0 is multiplied with sigmoid(gate_logit [..., 1]), then the addends are added to it.
+//
+// Activations are rounded to int8, a scale per 64. A token's result depends on no other token of the call.
+#include "activation.h"
+#include "kernels.h"
+#include "op_base.h"
+#include <algorithm>
+#include <mutex>
+#include <vector>
+
+namespace moec {
+namespace {
+
+constexpr int kGroup = 64;
+constexpr int64_t kTokensPerTask = 64;
+constexpr int kMostRows = 512; // rows of a matrix in one task
+
+// One matrix: which inputs it is, and its size.
+struct Part {
+  size_t weight;
+  bool fp32, biased;
+  int bits;
+  int64_t rows;
+  size_t scales() const { return weight + 1; }
+  size_t bias() const { return weight + (fp32 ? 1 : 2); }
+  size_t end() const { return bias() + (biased ? 1 : 0); }
+  int64_t task_rows() const { return rows >= 8 * kMostRows ? kMostRows : kGroup; }
+  int64_t pieces() const { return (rows + task_rows() - 1) / task_rows(); }
+};
+
+// Activations of all tokens of a call.
+class Inputs {
+public:
+  Inputs(const float *x, int64_t tokens, int64_t columns) : x_(x), columns_(columns) {
+    groups_ = (columns + kGroup - 1) / kGroup;
+    const size_t groups = static_cast<size_t>(tokens * groups_);
+    codes_.resize(groups * 2 * kGroup);
+    scales_.resize(groups);
+    offsets_.resize(groups * 2 * 8);
+  }
+  void quantize(int64_t token) {
+    kernels().quantize_int8(fp32(token), static_cast<int>(columns_), int8(token));
+  }
+  const float *fp32(int64_t token) const { return x_ + token * columns_; }
+  Int8Vector int8(int64_t token) const {
+    const int64_t at = token * groups_;
+    int8_t *codes = codes_.data() + at * 2 * kGroup;
+    int32_t *offsets = offsets_.data() + at * 2 * 8;
+    return {codes, codes + groups_ * kGroup, scales_.data() + at, offsets, offsets + groups_ * 8};
+  }
+  int groups() const { return static_cast<int>(groups_); }
+  int columns() const { return static_cast<int>(columns_); }
+
+private:
+  const float *x_;
+  int64_t columns_, groups_;
+  mutable std::vector<int8_t> codes_;
+  mutable std::vector<float> scales_;
+  mutable std::vector<int32_t> offsets_;
+};
+
+class FusedLinear {
+public:
+  static constexpr const char *kName = "FusedLinear";
+  static constexpr int kInputs[] = {ort::kFloat, ort::kUndefined};
+  static constexpr int kOutputs[] = {ort::kFloat};
+  static constexpr bool kVariadic = true;
+
+  explicit FusedLinear(const Attributes &a)
+      : biases_(a.text("biases")), gate_(a.integer("gate") != 0),
+        addends_(static_cast<size_t>(a.integer("addends"))) {
+    const std::string activation = a.text("activation");
+    activated_ = activation != "none";
+    if (activated_)
+      activation_ = parse_activation(activation);
+    require(!biases_.empty() && biases_.find_first_not_of("01") == std::string::npos,
+            "biases must have a 0 or 1 for each matrix");
+    require(!activated_ || (biases_.size() > 1 && activation_ != Activation::kSwigluOai),
+            "an activation needs gate and up");
+  }
+
+  void compute(const Call &call) {
+    const Tensor x = call.input(0);
+    std::call_once(once_, [&] { read_parts(call, x); });
+    const int64_t columns = x.last(), tokens = x.rows();
+    std::vector<float *> out = outputs(call, x);
+    Inputs inputs(x.as<float>(), tokens, columns);
+    if (tokens <= 8)
+      for (int64_t t = 0; t < tokens; ++t)
+        inputs.quantize(t);
+    else
+      call.parallel(static_cast<size_t>(tokens), [&](size_t t) { inputs.quantize(static_cast<int64_t>(t)); });
+    run(call, inputs, tokens, out);
+  }
+
+private:
+  static void require(bool ok, const std::string &what) {
+    if (!ok)
+      throw Error("FusedLinear: " + what);
+  }
+
+  // Weights are constants of the graph: their shapes are read once.
+  void read_parts(const Call &call, const Tensor &x) {
+    const int64_t columns = x.last(), groups = (columns + kGroup - 1) / kGroup;
+    size_t at = 1;
+    const size_t count = call.input_count();
+    for (const char biased : biases_) {
+      require(at < count, "a matrix is missing");
+      const Tensor w = call.input(at);
+      Part part{at, w.type == ort::kFloat, biased == '1', 0, w.shape[0]};
+      require(part.fp32 || w.type == ort::kUint8, "a matrix must be uint8 codes or float");
+      const int64_t each = part.rows ? w.count() / part.rows : 0;
+      part.bits = each == groups * kGroup ? 8 : 4;
+      require(each == (part.fp32 ? columns : groups * kGroup * part.bits / 8), "x and a matrix do not fit");
+      at = part.end();
+      require(at <= count, "scales or a bias is missing");
+      if (!part.fp32) {
+        const Tensor scales = call.input(part.scales());
+        require(scales.type == ort::kFloat16 && scales.count() == part.rows * groups,
+                "scales must be float16 [N, ceil(K/64)]");
+      }
+      require(!part.biased || call.input(part.bias()).count() == part.rows, "a bias must be float [N]");
+      parts_.push_back(part);
+    }
+    require(!activated_ || (parts_[0].rows == parts_[1].rows && !parts_[0].fp32 && !parts_[1].fp32),
+            "gate and up must be quantized and of one size");
+    extra_ = at;
+    require(count == extra_ + (gate_ ? 1 : 0) + addends_, "wrong number of inputs");
+  }
+
+  std::vector<float *> outputs(const Call &call, const Tensor &x) const {
+    std::vector<float *> out;
+    int64_t shape[Tensor::kMaxRank];
+    std::copy_n(x.shape, x.rank, shape);
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      if (activated_ && i == 1) {
+        out.push_back(nullptr);
+        continue;
+      }
+      shape[x.rank - 1] = parts_[i].rows;
+      out.push_back(static_cast<float *>(call.output(i - (activated_ && i > 1), shape, x.rank)));
+    }
+    return out;
+  }
+
+  struct Task {
+    size_t part;
+    int64_t first, rows; // of the matrix
+  };
+
+  void run(const Call &call, const Inputs &inputs, int64_t tokens, const std::vector<float *> &out) const {
+    std::vector<Task> tasks;
+    for (size_t i = 0; i < parts_.size(); ++i)
+      for (int64_t p = 0; !(activated_ && i == 1) && p < parts_[i].pieces(); ++p) {
+        const int64_t first = p * parts_[i].task_rows();
+        tasks.push_back({i, first, std::min(parts_[i].task_rows(), parts_[i].rows - first)});
+      }
+    const size_t blocks = static_cast<size_t>((tokens + kTokensPerTask - 1) / kTokensPerTask);
+    call.parallel(tasks.size() * blocks, [&](size_t index) {
+      const Task &task = tasks[index % tasks.size()];
+      const int64_t first = static_cast<int64_t>(index / tasks.size()) * kTokensPerTask;
+      piece(call, inputs, task, first, std::min(kTokensPerTask, tokens - first), out[task.part]);
+    });
+  }
+
+  // Columns [task.first, + task.rows) of an output, for some tokens.
+  void piece(const Call &call, const Inputs &inputs, const Task &task, int64_t first, int64_t count,
+             float *out) const {
+    thread_local std::vector<float> y, up;
+    multiply(call, inputs, task, first, count, y);
+    const bool activate_it = activated_ && task.part == 0;
+    if (activate_it)
+      multiply(call, inputs, {1, task.first, task.rows}, first, count, up);
+    const int64_t width = parts_[task.part].rows;
+    for (int64_t t = 0; t < count; ++t) {
+      float *row = y.data() + t * task.rows;
+      if (activate_it)
+        activate(activation_, row, up.data() + t * task.rows, static_cast<int>(task.rows), 1.0f, 0.0f, row);
+      const int64_t at = (first + t) * width + task.first;
+      if (task.part == 0)
+        finish(call, first + t, at, task.rows, row);
+      std::copy_n(row, task.rows, out + at);
+    }
+  }
+
+  void multiply(const Call &call, const Inputs &inputs, const Task &task, int64_t first, int64_t count,
+                std::vector<float> &y) const {
+    const Part &part = parts_[task.part];
+    y.resize(static_cast<size_t>(count * task.rows));
+    if (part.fp32)
+      multiply_fp32(call.data<float>(part.weight), inputs, task, first, count, y.data());
+    else
+      multiply_codes(call, inputs, task, first, count, y.data());
+    if (!part.biased)
+      return;
+    const float *bias = call.data<float>(part.bias()) + task.first;
+    for (int64_t t = 0; t < count; ++t)
+      for (int64_t r = 0; r < task.rows; ++r)
+        y[t * task.rows + r] += bias[r];
+  }
+
+  static void multiply_fp32(const float *weight, const Inputs &inputs, const Task &task, int64_t first,
+                            int64_t count, float *y) {
+    for (int64_t r = 0; r < task.rows; ++r) {
+      const float *row = weight + (task.first + r) * inputs.columns();
+      for (int64_t t = 0; t < count; ++t)
+        y[t * task.rows + r] = kernels().dot(inputs.fp32(first + t), row, inputs.columns());
+    }
+  }
+
+  void multiply_codes(const Call &call, const Inputs &inputs, const Task &task, int64_t first, int64_t count,
+                      float *y) const {
+    const Part &part = parts_[task.part];
+    const int groups = inputs.groups();
+    thread_local std::vector<float> scales;
+    scales.resize(static_cast<size_t>(task.rows * groups));
+    const uint16_t *halves = call.data<uint16_t>(part.scales()) + task.first * groups;
+    for (size_t i = 0; i < scales.size(); i += 32) // the next task's, which are there while this one computes
+      __builtin_prefetch(halves + scales.size() + i);
+    kernels().from_half(halves, scales.data(), static_cast<int>(task.rows * groups));
+    Int8Vector x[kTokensPerTask];
+    for (int64_t t = 0; t < count; ++t)
+      x[t] = inputs.int8(first + t);
+    const DenseRows w{call.data<uint8_t>(part.weight) + task.first * groups * kGroup * part.bits / 8,
+                      scales.data(), groups};
+    const auto product = part.bits == 4 ? kernels().dense4 : kernels().dense8;
+    product(w, static_cast<int>(task.rows), x, static_cast<int>(count), y, task.rows);
+  }
+
+  // The first output's gate and addends, for `rows` values of one token that start at `at`.
+  void finish(const Call &call, int64_t token, int64_t at, int64_t rows, float *y) const {
+    if (gate_) {
+      float gate;
+      kernels().sigmoid(call.data<float>(extra_) + token, 1.0f, &gate, 1);
+      for (int64_t r = 0; r < rows; ++r)
+        y[r] *= gate;
+    }
+    for (size_t i = 0; i < addends_; ++i) {
+      const float *addend = call.data<float>(extra_ + (gate_ ? 1 : 0) + i) + at;
+      for (int64_t r = 0; r < rows; ++r)
+        y[r] += addend[r];
+    }
+  }
+
+  std::string biases_;
+  bool gate_, activated_;
+  size_t addends_;
+  Activation activation_ = Activation::kSilu;
+  std::once_flag once_;
+  std::vector<Part> parts_;
+  size_t extra_ = 0;
+};
+
+} // namespace
+
+const ort::CustomOp *fused_linear_op() {
+  return Registration<FusedLinear>::table();
+}
+
+} // namespace moec
