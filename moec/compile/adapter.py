@@ -1,6 +1,7 @@
 """TensorRT and TensorRT-RTX behind one name: what differs between the two Python modules is decided here.
 
-Used only inside the build child (child.py): importing either module loads hundreds of megabytes.
+Used only inside the build child (child.py) and where an engine runs: importing either module loads hundreds
+of megabytes.
 """
 
 from __future__ import annotations
@@ -61,7 +62,11 @@ class Adapter:
         return network, parser
 
     def config(self, builder: Any, archs: Sequence[str], library: str) -> Any:
-        """A builder configuration: aliased caches, exact float32, the plugin library inside the plan."""
+        """A builder configuration: aliased caches, exact float32, the plugin library inside the plan.
+
+        TensorRT-RTX also promises that the engine can be captured into a CUDA graph, or says why it cannot:
+        no step then allocates memory, and contexts take theirs from the caller (see `context`).
+        """
         trt, config = self.trt, builder.create_builder_config()
         config.set_preview_feature(getattr(trt.PreviewFeature, _ALIASED_IO), True)
         # Rotary angles are float32 products: TF32 would keep 10 bits of them.
@@ -69,11 +74,29 @@ class Adapter:
         config.plugins_to_serialize = [library]
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         if self.is_rtx:
+            config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
             config.num_compute_capabilities = len(archs)
             for index, arch in enumerate(archs):
                 capability = getattr(trt.ComputeCapability, arch.replace("sm_", "SM"))
                 config.set_compute_capability(capability, index)
         return config
+
+    def context(self, engine: Any) -> Any:
+        """An execution context whose activations are the caller's memory (`set_device_memory`): contexts that
+        never run at the same time can share it, as the memory plan of a bundle supposes.
+
+        TensorRT-RTX would run a shape with fallback kernels until better ones are compiled in the background:
+        results would get other bits from some step on, and a CUDA graph would keep the fallbacks. So it
+        compiles before the first step.
+        """
+        trt, managed = self.trt, self.trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        if not self.is_rtx:
+            return engine.create_execution_context(managed)
+        config = engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(managed)
+        strategies = trt.DynamicShapesKernelSpecializationStrategy
+        config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER
+        return engine.create_execution_context(config)
 
 
 def _parse_error(parser: Any, path: Path) -> MoecError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from tests.helpers.gpu import why_no_gpu
 from tests.helpers.rng import fresh_rng
 
 HERE = Path(__file__).parent
+# The harness captures kernels that no plain launch may have loaded yet; loading is not allowed in a capture.
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

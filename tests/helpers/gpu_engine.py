@@ -65,9 +65,13 @@ class GpuEngine:
         self.cuda, self.profiles = Cuda(), list(entry["profiles"])
         self._buffers: dict[str, int] = {}
         self._graphs: dict[str, Any] = {}
-        self._open(Adapter(entry["module"]), folder / entry["file"])
+        self._adapter = Adapter(entry["module"])
+        self._open(self._adapter, folder / entry["file"])
         self._allocate(folder, from_json(entry["bindings"]))
         self._contexts = {name: self._context(index) for index, name in enumerate(self.profiles)}
+        for index in range(len(self.profiles)):
+            self._warm_up(index)
+        self.reset()
 
     def _open(self, adapter: Adapter, plan: Path) -> None:
         trt = adapter.trt
@@ -86,6 +90,8 @@ class GpuEngine:
             self._buffers[name] = self.cuda.cudaMalloc(size)
         for name, array in contents(folder, table):
             self.cuda.upload(self._buffers[name], array)
+        # One for both contexts: their steps follow each other on one stream.
+        self._activations = self.cuda.cudaMalloc(max(1, self.engine.device_memory_size_v2))
         self.batch = self.table["lengths"].shapes[0][0]
         self.chunk = self.table["input_ids"].shapes[1][1]
         self.lengths = np.zeros(self.batch, np.int32)
@@ -99,7 +105,8 @@ class GpuEngine:
                 self.cuda.cudaMemset(address, 0, self.table[name].nbytes)
 
     def _context(self, index: int) -> Any:
-        context = self.engine.create_execution_context()
+        context = self._adapter.context(self.engine)
+        context.set_device_memory(int(self._activations), self.engine.device_memory_size_v2)
         assert context.set_optimization_profile_async(index, int(self.stream))
         self.cuda.cudaStreamSynchronize(self.stream)
         for binding in self.table.values():
@@ -107,6 +114,18 @@ class GpuEngine:
                 assert context.set_input_shape(binding.name, binding.shapes[index]), binding.name
         assert context.all_binding_shapes_specified
         return context
+
+    def _warm_up(self, index: int) -> None:
+        """A step of idle rows: kernels are compiled and loaded, and TensorRT's deferred work done, before a
+        capture, which forbids both. It changes no slot."""
+        shape = self.table["input_ids"].shapes[index]
+        self._upload(padded_request(shape, np.zeros((0, 0)), (), (), self.batch))
+        self._enqueue(self.profiles[index])
+        self.cuda.cudaStreamSynchronize(self.stream)
+
+    def _upload(self, request: Mapping[str, np.ndarray]) -> None:
+        for name, array in {**request, "lengths": self.lengths}.items():
+            self.cuda.upload(self._buffers[name], array)
 
     def _is_input(self, name: str) -> bool:
         return self.engine.get_tensor_mode(name).name == "INPUT"
@@ -127,8 +146,7 @@ class GpuEngine:
         request = padded_request(
             self.table["input_ids"].shapes[profile], input_ids, slot_ids, num_tokens, self.batch
         )
-        for name, array in (request | {"lengths": self.lengths}).items():
-            self.cuda.upload(self._buffers[name], array)
+        self._upload(request)
         self._run(self.profiles[profile], graph)
         self.lengths[list(slot_ids)] += np.asarray(num_tokens, np.int32)
         return self.read("logits", profile)[:rows]
@@ -156,8 +174,10 @@ class GpuEngine:
         assert context.execute_async_v3(int(self.stream)), "TensorRT refuses the step: see its message above"
 
     def _graph(self, profile: str) -> Any:
-        """The profile's graph; TensorRT wants one plain step of the profile before it is captured."""
+        """The profile's graph."""
         if profile not in self._graphs:
+            context = self._contexts[profile]
+            assert not self._adapter.is_rtx or context.is_stream_capturable(int(self.stream))
             mode = self.cuda.runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
             self.cuda.cudaStreamBeginCapture(self.stream, mode)
             self._enqueue(profile)
@@ -171,7 +191,7 @@ class GpuEngine:
         for graph in self._graphs.values():
             self.cuda.cudaGraphExecDestroy(graph)
         self._contexts.clear()
-        for address in self._buffers.values():
+        for address in (*self._buffers.values(), self._activations):
             self.cuda.cudaFree(address)
         self._graphs.clear()
         self._buffers.clear()
