@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from samples.smolmoe.split import SHARED, TOP_K, activations
+from samples.smolmoe.split import FIRST_ROUTED, SHARED, TOP_K, activations
 
 MATRICES = ("router", "shared_gate", "neuron_scale")
 
@@ -45,9 +45,10 @@ class Routers:
             matrices = [data[name].astype(np.float32) * data[f"{name}_step"] for name in MATRICES]
             return cls(*map(torch.from_numpy, (data["groups"], *matrices)))
 
-    def layers(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        """(groups, router, shared_gate, neuron_scale) of every layer."""
-        return zip(self.groups, *(getattr(self, name) for name in MATRICES), strict=True)
+    def layers(self, first: int = FIRST_ROUTED) -> Iterator[tuple[torch.Tensor, ...]]:
+        """(groups, router, shared_gate, neuron_scale) of every layer from `first` on."""
+        parts = (self.groups, *(getattr(self, name) for name in MATRICES))
+        return zip(*(part[first:] for part in parts), strict=True)
 
 
 class RoutedMLP(torch.nn.Module):
@@ -79,11 +80,13 @@ class RoutedMLP(torch.nn.Module):
 
     @classmethod
     @contextmanager
-    def installed(cls, model: torch.nn.Module, routers: Routers) -> Iterator[list[RoutedMLP]]:
-        """The model computes as the MoE inside this context."""
-        layers = model.model.layers
+    def installed(
+        cls, model: torch.nn.Module, routers: Routers, first: int = FIRST_ROUTED
+    ) -> Iterator[list[RoutedMLP]]:
+        """The model computes as the MoE inside this context; its layers before `first` stay dense."""
+        layers = model.model.layers[first:]
         dense = [layer.mlp for layer in layers]
-        routed = [cls(mlp, *routing) for mlp, routing in zip(dense, routers.layers(), strict=True)]
+        routed = [cls(mlp, *routing) for mlp, routing in zip(dense, routers.layers(first), strict=True)]
         _set(layers, routed)
         try:
             yield routed

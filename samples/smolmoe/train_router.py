@@ -9,6 +9,7 @@
 Both stages keep the chosen weights apart (SPREAD): near 1/4 they would hide mistakes in the softmax.
 The text is default.txt; the first layers, which see words rather than text, also get random tokens, so that
 they know the whole vocabulary. Seeds are fixed. It takes about 10 minutes of one core.
+All layers are trained; the checkpoint uses those from split.FIRST_ROUTED on.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def _final_hidden(model: torch.nn.Module, windows: torch.Tensor) -> torch.Tensor
 def _divergence(model, routers, batch, target) -> dict[str, torch.Tensor]:
     """Terms of the loss: KL(dense || routed) a token, uneven load of experts, weights too close together."""
     expected = log_softmax(model.lm_head(target), -1)
-    with RoutedMLP.installed(model, routers) as layers:
+    with RoutedMLP.installed(model, routers, first=0) as layers:
         got = log_softmax(model(batch).logits, -1)
         balance = torch.stack([layer.balance - 1 for layer in layers]).mean()
         even = torch.stack([_too_even(layer.factors) for layer in layers]).mean()
