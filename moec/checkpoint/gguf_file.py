@@ -7,7 +7,7 @@ every quantization.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,13 @@ import numpy as np
 from moec.errors import MoecError
 
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.weight")
 
 
 class GgufFile:
     """One model in GGUF, in one file or in shards.
+
+    Files of llama.cpp from before April 2024 have a tensor for each expert; they appear as one here too.
 
     Attributes:
         path: The file that was asked for.
@@ -35,7 +38,8 @@ class GgufFile:
         readers = [_reader(shard) for shard in _shards(path)]
         self._fields = readers[0].fields
         self._tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
-        self.names = frozenset(self._tensors)
+        self._experts = _expert_parts(self._tensors)
+        self.names = frozenset({*self._tensors, *self._experts})
 
     def field(self, name: str, default: Any = None) -> Any:
         """A metadata value, as a Python value."""
@@ -66,7 +70,7 @@ class GgufFile:
         Raises:
             MoecError: there is no such tensor.
         """
-        if name not in self.names:
+        if name not in self._tensors:
             raise MoecError(f"the GGUF file has no tensor {name}", where=str(self.path))
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
@@ -74,6 +78,9 @@ class GgufFile:
         """A tensor, or `[index]` of it, in NumPy's order: bf16, fp16 and fp32 as they are, others as fp32."""
         from gguf import GGMLQuantizationType, dequantize
 
+        if name in self._experts:
+            parts = self._experts[name]
+            return np.stack([self.tensor(p) for p in parts]) if index is None else self.tensor(parts[index])
         found = self._tensors[name]
         data = found.data if index is None else found.data[index]
         if found.tensor_type == GGMLQuantizationType.BF16:
@@ -81,6 +88,19 @@ class GgufFile:
         if found.tensor_type in (GGMLQuantizationType.F16, GGMLQuantizationType.F32):
             return np.asarray(data)
         return dequantize(data, found.tensor_type)
+
+
+def _expert_parts(names: Iterable[str]) -> dict[str, list[str]]:
+    """'blk.0.ffn_up_exps.weight' -> the tensors of its experts in order; only where none is missing."""
+    found: dict[str, dict[int, str]] = {}
+    for name in names:
+        if match := _ONE_EXPERT.fullmatch(name):
+            found.setdefault(f"{match[1]}_exps.weight", {})[int(match[2])] = name
+    return {
+        merged: [parts[i] for i in range(len(parts))]
+        for merged, parts in found.items()
+        if max(parts) == len(parts) - 1
+    }
 
 
 def _reader(path: Path) -> Any:

@@ -22,9 +22,15 @@ SIZES = dict(moe_intermediate_size=64, shared_expert_intermediate_size=64)
 
 
 def model_of(family: str, **overrides):
-    seed = int(fresh_rng().integers(1 << 30))
+    rng = fresh_rng()
     sizes = SIZES | dict(norm_topk_prob=family == "qwen3_moe") if family.startswith("qwen") else {}
-    return tiny_model(family, seed, **sizes, **overrides)
+    if family == "minimax_m2":  # as released: half of each head is rotated
+        sizes = dict(rope_parameters=dict(rope_type="default", rope_theta=5e6, partial_rotary_factor=0.5))
+    model = tiny_model(family, int(rng.integers(1 << 30)), **sizes, **overrides)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.from_numpy(rng.standard_normal(buffer.shape)))
+    return model
 
 
 @pytest.mark.parametrize("family", sorted(ARCHITECTURES))
@@ -76,6 +82,39 @@ def test_the_tokenizer_comes_along(family, tmp_path):
     text = "Double, double toil and trouble; 42 cauldrons?"
     assert found(text).input_ids == tokenizer(text).input_ids
     assert json.loads(ckpt.text_files["config.json"])["model_type"] == family
+
+
+def one_tensor_an_expert(found: dict) -> dict:
+    """As llama.cpp wrote Mixtral before April 2024."""
+    split = {}
+    for name, array in found.items():
+        stem, merged, _ = name.partition("_exps.weight")
+        split |= {f"{stem}.{e}.weight": array[e] for e in range(len(array))} if merged else {name: array}
+    return split
+
+
+@pytest.mark.parametrize("qtype", [BF16, Q8_0])
+def test_a_tensor_for_each_expert(tmp_path, monkeypatch, qtype):
+    model = model_of("mixtral")
+    merged = open_checkpoint(write_gguf(tmp_path / "merged.gguf", model, qtype))
+    split = one_tensor_an_expert(tensors(model))
+    assert "blk.1.ffn_down.7.weight" in split
+    monkeypatch.setattr("tests.helpers.gguf_model.tensors", lambda _: split)
+    ckpt = open_checkpoint(write_gguf(tmp_path / "old.gguf", model, qtype))
+    for name in merged.param_names():
+        np.testing.assert_array_equal(ckpt.param(name), merged.param(name), err_msg=name)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    np.testing.assert_array_equal(ckpt.expert(name, 3), merged.expert(name, 3))
+
+
+def test_an_expert_without_a_tensor_is_a_missing_tensor(tmp_path, monkeypatch):
+    model = model_of("mixtral")
+    split = one_tensor_an_expert(tensors(model))
+    del split["blk.0.ffn_up.3.weight"]
+    monkeypatch.setattr("tests.helpers.gguf_model.tensors", lambda _: split)
+    path = write_gguf(tmp_path / "model.gguf", model, BF16)
+    with pytest.raises(MoecError, match=r"no tensor for model\.layers\.0\.mlp\.experts\.gate_up_proj"):
+        open_checkpoint(path)
 
 
 def test_shards_are_found(tmp_path):

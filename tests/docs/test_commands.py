@@ -13,10 +13,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType
 
 from tests.docs.blocks import DOCUMENTS, REPO, Block, blocks
+from tests.helpers.gguf_model import write_gguf
 from tests.helpers.sample import sample_checkpoint
-from tests.helpers.tiny import tiny_checkpoint
+from tests.helpers.tiny import tiny_checkpoint, tiny_model, tiny_tokenizer
 
 SHELL = ("console", "sh")
 
@@ -48,9 +50,17 @@ def _follow_all(checkpoint: Path, folder: Path) -> None:
     (folder / "samples" / "smolmoe").mkdir(parents=True)
     (folder / "samples" / "smolmoe" / "checkpoint").symlink_to(checkpoint)
     (folder / "build").mkdir()
+    _downloaded_gguf(folder / "downloads")
     _moec_command(folder / "bin")
     for block in blocks(*SHELL, "python"):
         _follow(block, folder)
+
+
+def _downloaded_gguf(folder: Path) -> None:
+    """The GGUF file that a reader has: a tiny random model."""
+    folder.mkdir()
+    model = tiny_model("qwen3_moe", moe_intermediate_size=64)
+    write_gguf(folder / "model-Q8_0.gguf", model, GGMLQuantizationType.Q8_0, tiny_tokenizer())
 
 
 def _moec_command(folder: Path) -> None:

@@ -9,7 +9,10 @@ import gguf
 import numpy as np
 import torch
 
-ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
+ARCHITECTURES = {
+    "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss",
+    "minimax_m2": "minimax-m2",
+}  # fmt: skip
 _LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -66,6 +69,8 @@ def _one(name: str, array: np.ndarray, config) -> dict[str, np.ndarray]:
         stem, _, suffix = name.rpartition(".")
         return {f"{_TOP[stem]}.{suffix}": array}
     block, rest = f"blk.{match[1]}.", match[2]
+    if rest == "mlp.e_score_correction_bias":
+        return {f"{block}exp_probs_b.bias": array}
     if rest == "self_attn.sinks":
         return {f"{block}attn_sinks.weight": array}
     if ".experts." in rest:
@@ -100,7 +105,7 @@ def _metadata(w: gguf.GGUFWriter, c) -> None:
     dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     w.add_key_length(dim)
     w.add_value_length(dim)
-    w.add_rope_dimension_count(dim)
+    w.add_rope_dimension_count(int(dim * c.rope_parameters.get("partial_rotary_factor", 1)))
     w.add_layer_norm_rms_eps(c.rms_norm_eps)
     w.add_rope_freq_base(c.rope_parameters["rope_theta"])
     w.add_vocab_size(c.vocab_size)
@@ -110,6 +115,9 @@ def _metadata(w: gguf.GGUFWriter, c) -> None:
         w.add_expert_feed_forward_length(c.moe_intermediate_size)
     if c.model_type == "qwen2_moe":
         w.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
+    if c.model_type == "minimax_m2":
+        w.add_expert_feed_forward_length(c.intermediate_size)
+        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if c.model_type == "gpt_oss":
         w.add_expert_feed_forward_length(c.intermediate_size)
         w.add_sliding_window(c.sliding_window)
