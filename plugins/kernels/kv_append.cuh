@@ -44,7 +44,7 @@ MOEC_DEVICE bool prepare_key(const AttentionParams &p, const KvPlan &plan, const
   bool nan = false;
   for (int c = threadIdx.x; c < p.k_dim; c += kThreads) {
     const int at = head * p.k_dim + c;
-    float x = load(k + (plan.quantized ? p.k_order[at] : c));
+    float x = load(k + source_channel(p, plan, at));
     nan |= x != x;
     if (plan.quantized)
       x = (x - p.k_mean[at]) / p.k_ref[at];
@@ -75,7 +75,8 @@ template <class T> __global__ void MOEC_KERNEL prepare_rows(AttentionParams p, K
   const int i = blockIdx.x, head = blockIdx.y, row = blockIdx.z;
   const RowState state = load_row(p, plan, row);
   if (i + 1 == p.tokens && p.num_tokens[row] != state.added && threadIdx.x == 0)
-    atomicOr(p.error_flag, static_cast<int32_t>(kErrorCapacity)); // more than fit, than there are, or negative
+    atomicOr(p.error_flag,
+             static_cast<int32_t>(kErrorCapacity)); // more than fit, than there are, or negative
   if (i >= state.added)
     return;
   const size_t source = static_cast<size_t>(row * p.tokens + i) * p.num_kv_heads + head;
@@ -234,7 +235,7 @@ __global__ void MOEC_KERNEL append_rows(AttentionParams p, KvPlan plan, __half *
   const int i = blockIdx.x, head = blockIdx.y, row = blockIdx.z;
   const RowState state = load_row(p, plan, row);
   const int token = state.cached + i, end = state.cached + state.added;
-  if (i >= state.added || (token >= plan.sinks && token + plan.period < end))
+  if (i >= state.added || (token >= plan.sinks && end - token > plan.period))
     return;
   const __half *from = new_row(p, plan, rows, row, i, head);
   __half *to = cached_row(p, plan, state.slot, token, head);

@@ -38,7 +38,7 @@ __global__ void MOEC_KERNEL prepare_queries(AttentionParams p, KvPlan plan, floa
   float centre = 0.0f;
   for (int c = threadIdx.x; c < p.k_dim; c += kThreads) {
     const int at = kv_head * p.k_dim + c;
-    const float x = load(q + (plan.quantized ? p.k_order[at] : c));
+    const float x = load(q + source_channel(p, plan, at));
     queries[index * p.k_dim + c] = (plan.quantized ? x * p.k_ref[at] : x) * p.scale;
     if (plan.quantized)
       centre += x * p.k_mean[at];

@@ -20,6 +20,14 @@ MOEC_DEVICE RowState load_row(const AttentionParams &p, const KvPlan &plan, int 
   return {valid ? slot : 0, cached, added};
 }
 
+// The channel of q or k that is channel `at % Dk` of the ring of head `at / Dk`. Bounded, as a builder may
+// time a kernel on memory that nobody has filled.
+MOEC_DEVICE int source_channel(const AttentionParams &p, const KvPlan &plan, int at) {
+  if (!plan.quantized)
+    return at % p.k_dim;
+  return smaller(at_least_zero(p.k_order[at]), p.k_dim - 1);
+}
+
 // The scratch row [Dk + Dv] of new token i of a batch row, as append will write it to the ring.
 MOEC_DEVICE __half *new_row(const AttentionParams &p, const KvPlan &plan, __half *rows, int row, int i,
                             int head) {

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moec.reference.kv_cache import KVLayout
-from tests.helpers.kernels import ERROR_CAPACITY, run_moe
+from tests.helpers.kernels import ERROR_CAPACITY, run_attention, run_moe
 from tests.helpers.kv_cases import check_step, make_case, make_step, raw, run_kernel
 from tests.plugins.kernels.test_moe import make_layer
 
@@ -101,3 +101,43 @@ def test_a_bad_hidden_state_spoils_its_own_token_only(lib, rng, scoring, value):
     rest = [0, 2, 3, 4, 5]
     np.testing.assert_array_equal(raw(out[rest]), raw(clean[rest]))
     assert not np.isfinite(out[1].astype(F32)).all()
+
+
+def surrounded(array):
+    """A copy of `array` with as many bytes of 0xA5 before and behind it, and a check that they stay."""
+    around = np.full(3 * array.nbytes, 0xA5, np.uint8)
+    middle = around[array.nbytes : 2 * array.nbytes]
+    middle[:] = array.view(np.uint8).reshape(-1)
+
+    def check():
+        assert (around[: array.nbytes] == 0xA5).all()
+        assert (around[2 * array.nbytes :] == 0xA5).all()
+
+    return middle.view(array.dtype).reshape(array.shape), check
+
+
+@pytest.mark.parametrize("window", [0, 24])
+@pytest.mark.parametrize("format", FORMATS)
+def test_memory_that_nobody_filled(lib, rng, format, window):
+    """As a builder that times the kernels may call them: random bytes in every input, cache and scratch."""
+    case = make_case(rng, KVLayout(format, 2, 64, 48, context=300, window=window), 8, [0] * 3)
+    step = make_step(rng, case, [0, 1], [1, 1], 40)
+    for _ in range(5):
+        for tensors in (case.tensors, step):
+            for name, array in tensors.items():
+                noise = rng.integers(0, 256, array.nbytes).astype(np.uint8)
+                tensors[name] = noise.view(array.dtype).reshape(array.shape)
+        step["num_tokens"][0] = 40
+        step["slot_ids"][:] = rng.permutation(3)[:2]
+        case.tensors["lengths"][step["slot_ids"][0]] = rng.integers(0, 300)
+        case.tensors["lengths"][step["slot_ids"][1]] = 2**31 - 4  # a window's ring is good for ever
+        checks = []
+        for name in ("ring", "blocks"):
+            case.tensors[name], check = surrounded(case.tensors[name])
+            checks.append(check)
+        with np.errstate(over="ignore", invalid="ignore"):
+            inputs = {name: step[name].astype(np.float16) for name in "qkv"}
+        run_attention(lib, {**step, **case.tensors, **inputs}, case.attrs)
+        for check in checks:
+            check()
+    lib.read_error_flag()
