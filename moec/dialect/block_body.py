@@ -7,7 +7,16 @@ import math
 import numpy as np
 
 from moec.dialect.emit import F32, I32, U8, Value
-from moec.reference.kv_block import CLIP_2BIT, CLIP_4BIT, LEVELS_2BIT, LEVELS_4BIT, key_levels
+from moec.reference.kv_block import (
+    CLIP_2BIT,
+    CLIP_4BIT,
+    LEVELS_2BIT,
+    LEVELS_4BIT,
+    VALUE_OFFSETS,
+    VALUE_SHIFT,
+    VALUE_STRETCH,
+    key_levels,
+)
 from moec.reference.kv_cache import E4M3_POSITIVE, E4M3_VALUES, KVLayout
 
 _SHIFTS = np.array([0, 2, 4, 6], np.uint8)
@@ -95,8 +104,11 @@ def _quantize_values(layout: KVLayout, y: Value, v_ref: Value) -> dict[str, Valu
     top, bottom = relative.reduce("ReduceMax", 5), relative.reduce("ReduceMin", 5)
     half = y.body.constant(CLIP_2BIT, F32) * ((top - bottom) / 2.0)
     scale_codes = _e4m3_up(half * 2.0 / float(LEVELS_2BIT))
-    zero_codes = _e4m3_rne(((top + bottom) / 2.0 - half).clip(-448.0, 448.0))
-    codes = ((relative - _e4m3_value(zero_codes)) / _e4m3_value(scale_codes)).unary("Round")
+    scale = _e4m3_value(scale_codes)
+    offsets = y.body.constant(VALUE_OFFSETS.reshape(1, 1, 1, tokens, 1, 1), F32)
+    zero_codes = _e4m3_rne(((top + bottom) / 2.0 - offsets * scale).clip(-448.0, 448.0))
+    steps = (relative - _e4m3_value(zero_codes)) / scale
+    codes = (steps * float(VALUE_STRETCH) - float(VALUE_SHIFT)).unary("Round")
     codes = codes.clip(0.0, float(LEVELS_2BIT)).cast(U8).reshape(0, 0, 0, tokens, -1)
     return {"v_codes": _pack2(codes), "v_scale": scale_codes, "v_zero": zero_codes}
 

@@ -70,8 +70,9 @@ void pack_plane(const uint8_t *codes, int stride, int count, int plane, uint8_t 
     }
 }
 
-// One token and group: y[group] relative to v_ref already.
-void quantize_value_group(const float *y, int group, uint8_t *codes, uint8_t *scale_code,
+// One group of a block's token: y[group] relative to v_ref already. The reference says why the grid moves by
+// token and codes are stretched.
+void quantize_value_group(const float *y, int group, int token, uint8_t *codes, uint8_t *scale_code,
                           uint8_t *zero_code) {
   float top = y[0], bottom = y[0];
   for (int c = 1; c < group; ++c) {
@@ -80,10 +81,13 @@ void quantize_value_group(const float *y, int group, uint8_t *codes, uint8_t *sc
   }
   const float half = 0.8f * ((top - bottom) / 2.0f);
   *scale_code = e4m3_up(half * 2.0f / 3.0f);
-  *zero_code = e4m3_nearest(clamp((top + bottom) / 2.0f - half, -448.0f, 448.0f));
-  const float scale = e4m3_to_float(*scale_code), zero = e4m3_to_float(*zero_code);
-  for (int c = 0; c < group; ++c)
-    codes[c] = static_cast<uint8_t>(static_cast<int>(clamp(round_code((y[c] - zero) / scale), 0.0f, 3.0f)));
+  const float scale = e4m3_to_float(*scale_code), offset = token % 2 ? 1.75f : 1.25f;
+  *zero_code = e4m3_nearest(clamp((top + bottom) / 2.0f - offset * scale, -448.0f, 448.0f));
+  const float zero = e4m3_to_float(*zero_code);
+  for (int c = 0; c < group; ++c) {
+    const float code = round_code((y[c] - zero) / scale * 1.0625f - 0.09375f);
+    codes[c] = static_cast<uint8_t>(static_cast<int>(clamp(code, 0.0f, 3.0f)));
+  }
 }
 
 void quantize_values(const KvLayout &layout, const float *v_ref, float *rows, int stride, Scratch &s,
@@ -95,8 +99,8 @@ void quantize_values(const KvLayout &layout, const float *v_ref, float *rows, in
       float *y = rows + t * stride + g * group;
       for (int c = 0; c < group; ++c)
         y[c] /= v_ref[g];
-      quantize_value_group(y, group, s.codes.data() + t * dv + g * group, block + layout.v_scale + t * ng + g,
-                           block + layout.v_zero + t * ng + g);
+      quantize_value_group(y, group, t, s.codes.data() + t * dv + g * group,
+                           block + layout.v_scale + t * ng + g, block + layout.v_zero + t * ng + g);
     }
 }
 

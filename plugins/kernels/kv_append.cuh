@@ -10,6 +10,7 @@ namespace moec::kernels {
 
 constexpr float kHalfMax = 65504.0f;
 constexpr float kClip2Bit = 0.8f;
+constexpr float kValueStretch = 1.0625f, kValueShift = 0.09375f; // as in the reference
 
 MOEC_DEVICE float clamp(float v, float low, float high) {
   return fminf(fmaxf(v, low), high);
@@ -144,8 +145,8 @@ MOEC_DEVICE void pack_keys(const BlockJob &job) {
 }
 
 MOEC_DEVICE void fit_value_group(const BlockJob &job, int i) { // i = token * groups + group
-  const int group = i % job.plan.v_groups, size = job.plan.v_group;
-  const __half *y = job.source(i / job.plan.v_groups) + job.p.k_dim + group * size;
+  const int group = i % job.plan.v_groups, size = job.plan.v_group, t = i / job.plan.v_groups;
+  const __half *y = job.source(t) + job.p.k_dim + group * size;
   const float ref = job.p.v_ref[job.head * job.plan.v_groups + group];
   float top = __half2float(y[0]) / ref, bottom = top;
   for (int d = 1; d < size; d++) {
@@ -154,11 +155,12 @@ MOEC_DEVICE void fit_value_group(const BlockJob &job, int i) { // i = token * gr
     bottom = fminf(bottom, relative);
   }
   const float half = kClip2Bit * ((top - bottom) / 2.0f);
-  const uint8_t scale = e4m3_up(half * 2.0f / 3.0f);
-  const uint8_t low = e4m3_rne(clamp((top + bottom) / 2.0f - half, -kE4m3Max, kE4m3Max));
-  job.out[job.plan.v_scale + i] = scale;
+  const uint8_t code = e4m3_up(half * 2.0f / 3.0f);
+  const float scale = e4m3_decode(code), offset = t % 2 ? 1.75f : 1.25f;
+  const uint8_t low = e4m3_rne(clamp((top + bottom) / 2.0f - offset * scale, -kE4m3Max, kE4m3Max));
+  job.out[job.plan.v_scale + i] = code;
   job.out[job.plan.v_zero + i] = low;
-  job.v_scale[i] = e4m3_decode(scale);
+  job.v_scale[i] = scale;
   job.v_low[i] = e4m3_decode(low);
 }
 
@@ -171,7 +173,7 @@ MOEC_DEVICE void pack_values(const BlockJob &job) {
     const float scale = job.v_scale[t * groups + group], low = job.v_low[t * groups + group];
     unsigned byte = 0;
     for (int j = 0; j < 4; j++) {
-      const float wanted = rintf((__half2float(y[j]) / ref - low) / scale);
+      const float wanted = rintf((__half2float(y[j]) / ref - low) / scale * kValueStretch - kValueShift);
       byte |= static_cast<unsigned>(clamp(wanted, 0.0f, 3.0f)) << 2 * j;
     }
     job.out[job.plan.v_codes + i] = static_cast<uint8_t>(byte);

@@ -76,13 +76,42 @@ def test_a_promoted_channel_by_hand():
 
 def test_values_by_hand():
     rows = np.zeros((64, 128), np.float16)
-    rows[5, 64:] = np.linspace(-1, 1, 64)
+    rows[4:6, 64:] = np.linspace(-1, 1, 64)
     block = quantize_block(LAYOUT, rows, ONES)
-    # half = .8, scale 1.6/3 = .5333 -> .5625; low = -.8 -> -.8125
-    assert block_section(LAYOUT, block, "v_scale").view(ml_dtypes.float8_e4m3fn)[5, 0] == 0.5625
-    assert block_section(LAYOUT, block, "v_zero").view(ml_dtypes.float8_e4m3fn)[5, 0] == -0.8125
+    # half = .8, scale 1.6/3 = .5333 -> .5625; low = 0 - 1.25 * .5625 = -.7031 -> -.6875, and
+    # 0 - 1.75 * .5625 = -.9844 -> -1 in the odd token
+    scale, zero = (block_section(LAYOUT, block, f"v_{name}")[4:6, 0] for name in ("scale", "zero"))
+    assert scale.view(ml_dtypes.float8_e4m3fn).tolist() == [0.5625, 0.5625]
+    assert zero.view(ml_dtypes.float8_e4m3fn).tolist() == [-0.6875, -1]
     _, y = dequantize_block(LAYOUT, block, ONES)
-    assert sorted(set(y[5].tolist())) == [-0.8125, -0.25, 0.3125, 0.875]
+    assert sorted(set(y[4].tolist())) == [-0.6875, -0.125, 0.4375, 1]
+    assert sorted(set(y[5].tolist())) == [-1, -0.4375, 0.125, 0.6875]
+    # .7143 is 2.492 steps above -.6875; 2.492 * 1.0625 - .09375 = 2.554: code 3, though level 2 is nearer.
+    # .6825 is 2.436 steps, 2.494: code 2.
+    assert rows[4, 64 + 54] == np.float16(0.7143)
+    assert y[4, 52:56].tolist() == [0.4375, 0.4375, 1, 1]
+
+
+def test_values_keep_their_size_and_equal_ones_average_out():
+    rows = fresh_rng().standard_normal((20, 64, 128)).astype(np.float16)
+    _, y = dequantize_block(LAYOUT, quantize_block(LAYOUT, rows, ONES), ONES)
+    v = rows[..., 64:].astype(np.float32)
+    assert (v * y).sum() / (v * v).sum() == pytest.approx(1, abs=0.01)  # nearest levels: 0.97
+    assert np.linalg.norm(y - v) < 0.4 * np.linalg.norm(v)
+    rows[:] = rows[:, :1]
+    _, y = dequantize_block(LAYOUT, quantize_block(LAYOUT, rows, ONES), ONES)
+    off = y - rows[..., 64:].astype(np.float32)
+    assert np.linalg.norm(off.mean(1)) < 0.6 * np.linalg.norm(off[:, 0])
+
+
+@pytest.mark.parametrize("constant", [0.0, -0.0, 6e-8, 0.25, -3.0, 448.0, 1000.0, -65504.0])
+def test_constant_values_are_within_half_a_step_of_e4m3(constant):
+    rows = np.full((64, 128), constant, np.float16)
+    block = quantize_block(LAYOUT, rows, ONES)
+    assert (block_section(LAYOUT, block, "v_scale") == 1).all()  # 2^-9
+    _, y = dequantize_block(LAYOUT, block, ONES)
+    wanted = np.clip(rows[:, 64:].astype(np.float32), -448, 448)
+    assert np.abs(y - wanted).max() <= np.abs(wanted).max() / 16 + 2.0**-9
 
 
 def test_references_scale_values_exactly():
