@@ -7,6 +7,7 @@
 #include "int8_kernels.h"
 #include "panel_kernels.h"
 #include "ring_kernels.h"
+#include "rotation_kernels.h"
 
 namespace moec {
 namespace {
@@ -43,6 +44,7 @@ template <class Wide, class Narrow> Kernels make_kernels(const char *name) {
     for (; i < count; ++i)
       out[i] = half_to_float(x[i]);
   };
+  k.rotate = rotate<Wide>;
   k.block_logits = [](const KvLayout &layout, const uint8_t *block, HeadSpan span, const float *q,
                       float *out) {
     for_heads(span.heads, [&](auto h) {

@@ -73,6 +73,9 @@ struct Kernels {
   void (*to_half)(const float *x, uint16_t *out, int count);
   void (*from_half)(const uint16_t *x, float *out, int count);
 
+  // Orthonormal Walsh-Hadamard transform of each group (a power of two up to 64) of x[0, count), in place.
+  void (*rotate)(float *x, int count, int group);
+
   // out[h][0..63] = q[h] . dequantized K of a block
   void (*block_logits)(const KvLayout &layout, const uint8_t *block, HeadSpan span, const float *q,
                        float *out);

@@ -107,18 +107,7 @@ void quantize_values(const KvLayout &layout, const float *v_ref, float *rows, in
 } // namespace
 
 void hadamard(float *x, int count, int group) {
-  const float norm = static_cast<float>(1.0 / std::sqrt(static_cast<double>(group)));
-  for (float *y = x; y < x + count; y += group) {
-    for (int stride = 1; stride < group; stride *= 2)
-      for (int base = 0; base < group; base += 2 * stride)
-        for (int i = base; i < base + stride; ++i) {
-          const float a = y[i], b = y[i + stride];
-          y[i] = a + b;
-          y[i + stride] = a - b;
-        }
-    for (int i = 0; i < group; ++i)
-      y[i] *= norm;
-  }
+  kernels().rotate(x, count, group);
 }
 
 void append_row(const KvLayout &layout, const HeadCalibration &calibration, const float *k, const float *v,

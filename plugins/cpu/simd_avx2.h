@@ -35,6 +35,11 @@ struct Avx2 {
   static I drop_code(I x) { return _mm256_srli_epi32(x, 2); }
   // vpermilps reads the low two bits of each lane only: a table of four floats needs no mask.
   static F low_code(I x) { return _mm256_permutevar_ps(_mm256_setr_ps(0, 1, 2, 3, 0, 1, 2, 3), x); }
+  template <int STRIDE> static F swap(F x) {
+    if constexpr (STRIDE == 4)
+      return _mm256_permute2f128_ps(x, x, 1);
+    return _mm256_permute_ps(x, STRIDE == 1 ? 0xB1 : 0x4E);
+  }
   static F load_int8(const int8_t *p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))));
   }

@@ -32,6 +32,11 @@ struct Avx512 {
   }
   static I drop_code(I x) { return _mm512_srli_epi32(x, 2); }
   static F low_code(I x) { return _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_setr_ps(0, 1, 2, 3)), x); }
+  template <int STRIDE> static F swap(F x) {
+    if constexpr (STRIDE >= 4)
+      return _mm512_shuffle_f32x4(x, x, STRIDE == 4 ? 0xB1 : 0x4E);
+    return _mm512_permute_ps(x, STRIDE == 1 ? 0xB1 : 0x4E);
+  }
   static F load_int8(const int8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(Avx2::load_row(p))); }
   static F load_e4m3(const uint8_t *p) {
     const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));

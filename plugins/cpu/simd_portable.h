@@ -39,6 +39,11 @@ struct Portable {
   static I drop_code(I x) { return x >> 2; }
   // The low two bits of each lane as a float.
   static F low_code(I x) { return __builtin_convertvector((S)(x & 3), F); }
+  // Each lane gets the one that is STRIDE lanes away, within its pair.
+  template <int STRIDE> static F swap(F x) {
+    return __builtin_shuffle(
+        x, I{0 ^ STRIDE, 1 ^ STRIDE, 2 ^ STRIDE, 3 ^ STRIDE, 4 ^ STRIDE, 5 ^ STRIDE, 6 ^ STRIDE, 7 ^ STRIDE});
+  }
   static F load_int8(const int8_t *p) {
     F x;
     for (int i = 0; i < 8; ++i)
