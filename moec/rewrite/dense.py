@@ -1,4 +1,4 @@
-"""Dense layers -> moec::FusedLinear on int4 codes (head and sensitive layers: int8), or MatMul on bf16 weights.
+"""Dense layers -> moec::FusedLinear on int4 codes (head and sensitive ones: int8), or MatMul on bf16 weights.
 
 FusedLinear is an operator of the CPU backend (plugins/cpu/fused_linear.cpp; see moec.reference.linear);
 `fuse` joins what this pass makes.

@@ -1,7 +1,8 @@
 """Joins dense layers of the CPU graph with what surrounds them, so that a token runs fewer nodes.
 
-Gate, up and activation become one node, as do layers that read one tensor; gates and residual sums join the
-product they are applied to. Each step is local and leaves the values' names to those that stay.
+Gate, up and activation become one node, as do layers that read one tensor. Norms join the products that read
+them, gates and residual sums those that they are applied to. Each step is local; values that stay keep their
+names.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ def lower_fused(model: ir.Model, context: RewriteContext, notes: list[str]) -> i
             while node is not None and node.graph is not None:
                 node = step(node)
     join_same_input(model.graph)
+    for node in [n for n in model.graph if n.op_type == "RMSNormalization"]:
+        fuse_norm(node)
     return before - len(model.graph)
 
 
@@ -75,9 +78,7 @@ def fuse_activation(node: ir.Node) -> ir.Node | None:
         return None
     second = read(up)
     fits = second.x is linear.x and second.plain and second.activation == "none" and len(second.matrices) == 1
-    if not fits or any(len(w) != 2 for w, _ in (*linear.matrices, *second.matrices)):
-        return None
-    if linear.rows(0) != second.rows(0):
+    if not fits or linear.rows(0) != second.rows(0):
         return None
     joined = Linear(linear.x, [*linear.matrices, *second.matrices], activation)
     return _replace(product, joined, *inner, up, node)
@@ -179,3 +180,34 @@ def _join(graph: ir.Graph, nodes: list[ir.Node]) -> None:
     for before, after in zip(old, new, strict=True):
         before.replace_all_uses_with(after, replace_graph_outputs=True)
     graph.remove(nodes, safe=True)
+
+
+def fuse_norm(norm: ir.Node) -> None:
+    """RMSNormalization(x) read by one node of products -> that node, which also gives the normalized x if
+    something else reads it."""
+    y = norm.outputs[0]
+    readers = [u.node for u in y.uses() if _is_linear(u.node) and u.idx == 0 and read(u.node).plain]
+    if len(readers) != 1 or not _over_last_axis(norm):
+        return
+    linear, old = read(readers[0]), readers[0]
+    linear.x, linear.norm, linear.epsilon = norm.inputs[0], norm.inputs[1], _epsilon(norm)
+    linear.keep = len(list(y.uses())) > 1 or y.is_graph_output()
+    outputs = [*old.outputs, *([y] if linear.keep else [])]
+    new = [ir.Value(name=v.name, type=v.type, shape=v.shape) for v in outputs]
+    norm.graph.insert_before(norm, linear.node(new))
+    for before, after in zip(outputs, new, strict=True):
+        before.replace_all_uses_with(after, replace_graph_outputs=True)
+    norm.graph.remove([old, norm], safe=True)
+
+
+def _over_last_axis(norm: ir.Node) -> bool:
+    """Whether the norm is over the last axis, in fp32, with a weight of that size."""
+    x, weight, axis = norm.inputs[0], norm.inputs[1], norm.attributes.get("axis")
+    last = axis is None or axis.value in (-1, len(x.shape or ()) - 1)
+    sizes = weight.shape is not None and len(weight.shape) == 1 and x.shape is not None
+    return last and x.dtype == ir.DataType.FLOAT and sizes and weight.shape[0] == x.shape[-1]
+
+
+def _epsilon(norm: ir.Node) -> float:
+    """1e-5 is the operator's default."""
+    return norm.attributes["epsilon"].value if "epsilon" in norm.attributes else 1e-5

@@ -11,6 +11,7 @@
 #include "kernels.h"
 #include "op_base.h"
 #include <algorithm>
+#include <cmath>
 #include <mutex>
 #include <vector>
 
@@ -34,17 +35,27 @@ struct Part {
   int64_t pieces() const { return (rows + task_rows() - 1) / task_rows(); }
 };
 
+// RMSNormalization before the products: its weight, and where the results go.
+struct Norm {
+  const float *weight = nullptr;
+  float epsilon = 0;
+  float *out = nullptr; // [tokens][columns]
+};
+
 // Activations of all tokens of a call.
 class Inputs {
 public:
-  Inputs(const float *x, int64_t tokens, int64_t columns) : x_(x), columns_(columns) {
+  Inputs(const float *x, int64_t tokens, int64_t columns, const Norm &norm)
+      : raw_(x), x_(norm.weight ? norm.out : x), columns_(columns), norm_(norm) {
     groups_ = (columns + kGroup - 1) / kGroup;
     const size_t groups = static_cast<size_t>(tokens * groups_);
     codes_.resize(groups * 2 * kGroup);
     scales_.resize(groups);
     offsets_.resize(groups * 2 * 8);
   }
-  void quantize(int64_t token) {
+  void prepare(int64_t token) {
+    if (norm_.weight)
+      normalize(raw_ + token * columns_, norm_.out + token * columns_);
     kernels().quantize_int8(fp32(token), static_cast<int>(columns_), int8(token));
   }
   const float *fp32(int64_t token) const { return x_ + token * columns_; }
@@ -58,8 +69,16 @@ public:
   int columns() const { return static_cast<int>(columns_); }
 
 private:
-  const float *x_;
+  void normalize(const float *x, float *out) const {
+    const float mean = kernels().dot(x, x, static_cast<int>(columns_)) / static_cast<float>(columns_);
+    const float scale = 1.0f / std::sqrt(mean + norm_.epsilon);
+    for (int64_t c = 0; c < columns_; ++c)
+      out[c] = x[c] * scale * norm_.weight[c];
+  }
+
+  const float *raw_, *x_;
   int64_t columns_, groups_;
+  Norm norm_;
   mutable std::vector<int8_t> codes_;
   mutable std::vector<float> scales_;
   mutable std::vector<int32_t> offsets_;
@@ -74,13 +93,15 @@ public:
 
   explicit FusedLinear(const Attributes &a)
       : biases_(a.text("biases")), gate_(a.integer("gate") != 0),
-        addends_(static_cast<size_t>(a.integer("addends"))) {
+        addends_(static_cast<size_t>(a.integer("addends"))), norm_(a.integer("norm") != 0),
+        keep_(a.integer("keep") != 0), epsilon_(a.real("epsilon")) {
     const std::string activation = a.text("activation");
     activated_ = activation != "none";
     if (activated_)
       activation_ = parse_activation(activation);
     require(!biases_.empty() && biases_.find_first_not_of("01") == std::string::npos,
             "biases must have a 0 or 1 for each matrix");
+    require(norm_ || !keep_, "keep needs norm");
     require(!activated_ || (biases_.size() > 1 && activation_ != Activation::kSwigluOai),
             "an activation needs gate and up");
   }
@@ -90,13 +111,19 @@ public:
     std::call_once(once_, [&] { read_parts(call, x); });
     const int64_t columns = x.last(), tokens = x.rows();
     std::vector<float *> out = outputs(call, x);
-    Inputs inputs(x.as<float>(), tokens, columns);
+    Norm norm;
+    if (norm_) {
+      thread_local std::vector<float> normalized;
+      normalized.resize(keep_ ? 0 : static_cast<size_t>(tokens * columns));
+      norm = {call.data<float>(1), epsilon_, keep_ ? out.back() : normalized.data()};
+    }
+    Inputs inputs(x.as<float>(), tokens, columns, norm);
     if (tokens <= 8)
       for (int64_t t = 0; t < tokens; ++t)
-        inputs.quantize(t);
+        inputs.prepare(t);
     else
-      call.parallel(static_cast<size_t>(tokens), [&](size_t t) { inputs.quantize(static_cast<int64_t>(t)); });
-    run(call, inputs, tokens, out);
+      call.parallel(static_cast<size_t>(tokens), [&](size_t t) { inputs.prepare(static_cast<int64_t>(t)); });
+    run(call, {inputs, tokens, out, *this, call});
   }
 
 private:
@@ -108,8 +135,9 @@ private:
   // Weights are constants of the graph: their shapes are read once.
   void read_parts(const Call &call, const Tensor &x) {
     const int64_t columns = x.last(), groups = (columns + kGroup - 1) / kGroup;
-    size_t at = 1;
+    size_t at = norm_ ? 2 : 1;
     const size_t count = call.input_count();
+    require(!norm_ || (count > 1 && call.input(1).count() == columns), "norm_weight must be float [K]");
     for (const char biased : biases_) {
       require(at < count, "a matrix is missing");
       const Tensor w = call.input(at);
@@ -128,8 +156,7 @@ private:
       require(!part.biased || call.input(part.bias()).count() == part.rows, "a bias must be float [N]");
       parts_.push_back(part);
     }
-    require(!activated_ || (parts_[0].rows == parts_[1].rows && !parts_[0].fp32 && !parts_[1].fp32),
-            "gate and up must be quantized and of one size");
+    require(!activated_ || parts_[0].rows == parts_[1].rows, "gate and up must be of one size");
     extra_ = at;
     require(count == extra_ + (gate_ ? 1 : 0) + addends_, "wrong number of inputs");
   }
@@ -146,6 +173,8 @@ private:
       shape[x.rank - 1] = parts_[i].rows;
       out.push_back(static_cast<float *>(call.output(i - (activated_ && i > 1), shape, x.rank)));
     }
+    if (keep_)
+      out.push_back(static_cast<float *>(call.output(parts_.size() - activated_, x.shape, x.rank)));
     return out;
   }
 
@@ -154,29 +183,52 @@ private:
     int64_t first, rows; // of the matrix
   };
 
-  void run(const Call &call, const Inputs &inputs, int64_t tokens, const std::vector<float *> &out) const {
+  // Where the data of one call is; looked up once, because tasks are small.
+  struct Data {
+    struct Matrix {
+      const void *weight;
+      const uint16_t *scales;
+      const float *bias;
+    };
+    const Inputs &inputs;
+    int64_t tokens;
+    const std::vector<float *> &out;
+    std::vector<Matrix> matrices;
+    const float *gate;
+    std::vector<const float *> addends;
+
+    Data(const Inputs &inputs, int64_t tokens, const std::vector<float *> &out, const FusedLinear &op,
+         const Call &call)
+        : inputs(inputs), tokens(tokens), out(out), gate(op.gate_ ? call.data<float>(op.extra_) : nullptr) {
+      for (const Part &p : op.parts_)
+        matrices.push_back({call.data<void>(p.weight), p.fp32 ? nullptr : call.data<uint16_t>(p.scales()),
+                            p.biased ? call.data<float>(p.bias()) : nullptr});
+      for (size_t i = 0; i < op.addends_; ++i)
+        addends.push_back(call.data<float>(op.extra_ + (op.gate_ ? 1 : 0) + i));
+    }
+  };
+
+  void run(const Call &call, const Data &data) const {
     std::vector<Task> tasks;
     for (size_t i = 0; i < parts_.size(); ++i)
       for (int64_t p = 0; !(activated_ && i == 1) && p < parts_[i].pieces(); ++p) {
         const int64_t first = p * parts_[i].task_rows();
         tasks.push_back({i, first, std::min(parts_[i].task_rows(), parts_[i].rows - first)});
       }
-    const size_t blocks = static_cast<size_t>((tokens + kTokensPerTask - 1) / kTokensPerTask);
+    const size_t blocks = static_cast<size_t>((data.tokens + kTokensPerTask - 1) / kTokensPerTask);
     call.parallel(tasks.size() * blocks, [&](size_t index) {
-      const Task &task = tasks[index % tasks.size()];
       const int64_t first = static_cast<int64_t>(index / tasks.size()) * kTokensPerTask;
-      piece(call, inputs, task, first, std::min(kTokensPerTask, tokens - first), out[task.part]);
+      piece(data, tasks[index % tasks.size()], first, std::min(kTokensPerTask, data.tokens - first));
     });
   }
 
   // Columns [task.first, + task.rows) of an output, for some tokens.
-  void piece(const Call &call, const Inputs &inputs, const Task &task, int64_t first, int64_t count,
-             float *out) const {
+  void piece(const Data &data, const Task &task, int64_t first, int64_t count) const {
     thread_local std::vector<float> y, up;
-    multiply(call, inputs, task, first, count, y);
+    multiply(data, task, first, count, y);
     const bool activate_it = activated_ && task.part == 0;
     if (activate_it)
-      multiply(call, inputs, {1, task.first, task.rows}, first, count, up);
+      multiply(data, {1, task.first, task.rows}, first, count, up);
     const int64_t width = parts_[task.part].rows;
     for (int64_t t = 0; t < count; ++t) {
       float *row = y.data() + t * task.rows;
@@ -184,73 +236,68 @@ private:
         activate(activation_, row, up.data() + t * task.rows, static_cast<int>(task.rows), 1.0f, 0.0f, row);
       const int64_t at = (first + t) * width + task.first;
       if (task.part == 0)
-        finish(call, first + t, at, task.rows, row);
-      std::copy_n(row, task.rows, out + at);
+        finish(data, first + t, at, task.rows, row);
+      std::copy_n(row, task.rows, data.out[task.part] + at);
     }
   }
 
-  void multiply(const Call &call, const Inputs &inputs, const Task &task, int64_t first, int64_t count,
+  void multiply(const Data &data, const Task &task, int64_t first, int64_t count,
                 std::vector<float> &y) const {
-    const Part &part = parts_[task.part];
     y.resize(static_cast<size_t>(count * task.rows));
-    if (part.fp32)
-      multiply_fp32(call.data<float>(part.weight), inputs, task, first, count, y.data());
+    if (parts_[task.part].fp32)
+      multiply_fp32(data, task, first, count, y.data());
     else
-      multiply_codes(call, inputs, task, first, count, y.data());
-    if (!part.biased)
-      return;
-    const float *bias = call.data<float>(part.bias()) + task.first;
-    for (int64_t t = 0; t < count; ++t)
+      multiply_codes(data, task, first, count, y.data());
+    const float *bias = data.matrices[task.part].bias;
+    for (int64_t t = 0; bias && t < count; ++t)
       for (int64_t r = 0; r < task.rows; ++r)
-        y[t * task.rows + r] += bias[r];
+        y[t * task.rows + r] += bias[task.first + r];
   }
 
-  static void multiply_fp32(const float *weight, const Inputs &inputs, const Task &task, int64_t first,
-                            int64_t count, float *y) {
-    for (int64_t r = 0; r < task.rows; ++r) {
-      const float *row = weight + (task.first + r) * inputs.columns();
+  static void multiply_fp32(const Data &data, const Task &task, int64_t first, int64_t count, float *y) {
+    const int columns = data.inputs.columns();
+    const float *weight = static_cast<const float *>(data.matrices[task.part].weight) + task.first * columns;
+    for (int64_t r = 0; r < task.rows; ++r)
       for (int64_t t = 0; t < count; ++t)
-        y[t * task.rows + r] = kernels().dot(inputs.fp32(first + t), row, inputs.columns());
-    }
+        y[t * task.rows + r] = kernels().dot(data.inputs.fp32(first + t), weight + r * columns, columns);
   }
 
-  void multiply_codes(const Call &call, const Inputs &inputs, const Task &task, int64_t first, int64_t count,
-                      float *y) const {
-    const Part &part = parts_[task.part];
-    const int groups = inputs.groups();
+  void multiply_codes(const Data &data, const Task &task, int64_t first, int64_t count, float *y) const {
+    const int bits = parts_[task.part].bits, groups = data.inputs.groups();
+    const Data::Matrix &matrix = data.matrices[task.part];
+    const auto *codes = static_cast<const uint8_t *>(matrix.weight) + task.first * groups * kGroup * bits / 8;
+    const uint16_t *halves = matrix.scales + task.first * groups;
     thread_local std::vector<float> scales;
     scales.resize(static_cast<size_t>(task.rows * groups));
-    const uint16_t *halves = call.data<uint16_t>(part.scales()) + task.first * groups;
     for (size_t i = 0; i < scales.size(); i += 32) // the next task's, which are there while this one computes
       __builtin_prefetch(halves + scales.size() + i);
     kernels().from_half(halves, scales.data(), static_cast<int>(task.rows * groups));
     Int8Vector x[kTokensPerTask];
     for (int64_t t = 0; t < count; ++t)
-      x[t] = inputs.int8(first + t);
-    const DenseRows w{call.data<uint8_t>(part.weight) + task.first * groups * kGroup * part.bits / 8,
-                      scales.data(), groups};
-    const auto product = part.bits == 4 ? kernels().dense4 : kernels().dense8;
-    product(w, static_cast<int>(task.rows), x, static_cast<int>(count), y, task.rows);
+      x[t] = data.inputs.int8(first + t);
+    const auto product = bits == 4 ? kernels().dense4 : kernels().dense8;
+    product({codes, scales.data(), groups}, static_cast<int>(task.rows), x, static_cast<int>(count), y,
+            task.rows);
   }
 
   // The first output's gate and addends, for `rows` values of one token that start at `at`.
-  void finish(const Call &call, int64_t token, int64_t at, int64_t rows, float *y) const {
-    if (gate_) {
+  static void finish(const Data &data, int64_t token, int64_t at, int64_t rows, float *y) {
+    if (data.gate) {
       float gate;
-      kernels().sigmoid(call.data<float>(extra_) + token, 1.0f, &gate, 1);
+      kernels().sigmoid(data.gate + token, 1.0f, &gate, 1);
       for (int64_t r = 0; r < rows; ++r)
         y[r] *= gate;
     }
-    for (size_t i = 0; i < addends_; ++i) {
-      const float *addend = call.data<float>(extra_ + (gate_ ? 1 : 0) + i) + at;
+    for (const float *addend : data.addends)
       for (int64_t r = 0; r < rows; ++r)
-        y[r] += addend[r];
-    }
+        y[r] += addend[at + r];
   }
 
   std::string biases_;
   bool gate_, activated_;
   size_t addends_;
+  bool norm_, keep_;
+  float epsilon_;
   Activation activation_ = Activation::kSilu;
   std::once_flag once_;
   std::vector<Part> parts_;

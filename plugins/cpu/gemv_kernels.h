@@ -176,13 +176,17 @@ void bf16_fp32(const uint16_t *w, int columns, int begin, int end, const float *
 // 1 / (1 + exp(-slope * x))
 template <class S> void sigmoid(const float *x, float slope, float *out, int count) {
   const typename S::F one = S::set1(1.0f), minus = S::set1(-slope);
-  for (int i = 0; i < count; i += S::kWidth) {
+  const auto value = [&](const float *p) {
+    return S::div(one, S::add(one, exp_clamped<S>(S::mul(S::load(p), minus))));
+  };
+  int i = 0;
+  for (; i + S::kWidth <= count; i += S::kWidth)
+    S::store(out + i, value(x + i));
+  if (i < count) {
     float lanes[S::kWidth] = {};
-    const int rest = count - i < S::kWidth ? count - i : S::kWidth;
-    std::memcpy(lanes, x + i, static_cast<size_t>(rest) * 4);
-    const typename S::F e = exp_clamped<S>(S::mul(S::load(lanes), minus));
-    S::store(lanes, S::div(one, S::add(one, e)));
-    std::memcpy(out + i, lanes, static_cast<size_t>(rest) * 4);
+    std::memcpy(lanes, x + i, static_cast<size_t>(count - i) * 4);
+    S::store(lanes, value(lanes));
+    std::memcpy(out + i, lanes, static_cast<size_t>(count - i) * 4);
   }
 }
 

@@ -86,7 +86,7 @@ template <class Wide, class Narrow> Kernels make_kernels(const char *name) {
   k.int4_int8 = int4_int8<Narrow>;
   k.int4_fp32 = int4_fp32<Narrow>;
   k.bf16_fp32 = bf16_fp32<Narrow>;
-  k.sigmoid = sigmoid<Narrow>;
+  k.sigmoid = sigmoid<Wide>;
   k.dot = dot<Narrow>;
   k.quantize_int8 = quantize_int8;
   k.dense4 = dense<Narrow, 4>;

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from moec import native
-from moec.rewrite import PASSES, run
+from moec.rewrite import PASSES, dense, run
 from moec.rewrite.fuse import lower_fused
 from moec.rewrite.linear import Linear, read
 from tests.helpers.built import build_graph
@@ -22,7 +22,9 @@ UNFUSED = tuple(p for p in PASSES if p.name not in ("fuse", "rank"))
 
 @needs_library
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_the_same_logits(family, tmp_path):
+def test_the_same_logits(family, tmp_path, monkeypatch):
+    """With fp32 weights: where activations become int8, the last bit of a norm moves some by a step."""
+    monkeypatch.setattr(dense, "MIN_ROWS", 1 << 30)
     texts, logits = None, []
     for name, passes in (("fused", PASSES), ("unfused", UNFUSED)):
         built = build_graph(
@@ -32,7 +34,7 @@ def test_the_same_logits(family, tmp_path):
         stepper = Stepper(session(built.save("n.onnx"), native.cpu_library()), built.constants)
         logits.append(two_slots(stepper, *texts))
     for got, want in zip(*logits, strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
+        np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
 def test_nodes_of_a_layer():
@@ -41,7 +43,7 @@ def test_nodes_of_a_layer():
     kinds = Counter(n.op_type for n in model.graph)
     layers = 2
     assert kinds["FusedLinear"] == 4 * layers + 1
-    assert kinds["RMSNormalization"] == 2 * layers + 1
+    assert kinds["RMSNormalization"] == 1  # the last one: only the last token's is multiplied with the head
     assert not {"MatMul", "MatMulNBits", "Sigmoid"} & set(kinds)
     names = [sorted(w[0].name.split(".")[-3] for w, _ in read(n).matrices if len(w) == 2)
              for n in model.graph if n.op_type == "FusedLinear"]  # fmt: skip
@@ -49,6 +51,8 @@ def test_nodes_of_a_layer():
     assert names.count(["gate_proj", "up_proj"]) == layers
     down = [read(n) for n in model.graph if n.op_type == "FusedLinear" and read(n).gate is not None]
     assert [len(linear.addends) for linear in down] == [2] * layers
+    normed = [read(n) for n in model.graph if n.op_type == "FusedLinear" and read(n).norm is not None]
+    assert [linear.keep for linear in normed] == [False, True] * layers  # the experts read it too
 
 
 def _value(name, *shape):
@@ -143,3 +147,38 @@ def test_an_output_of_the_graph_keeps_its_name():
     nodes = toy.fused(toy.a, toy.b)
     assert [v.name for v in nodes[0].outputs] == ["a", "b"]
     assert all(v.is_graph_output() for v in nodes[0].outputs)
+
+
+def _norm(toy, x, size=64, **attributes):
+    weight = _value("norm", size)
+    toy.inputs.append(weight)
+    node = ir.node("RMSNormalization", [x, weight], attributes, outputs=[_value("n", "b", "S", 64)])
+    toy.nodes.insert(0, node)
+    return node.outputs[0]
+
+
+@pytest.mark.parametrize("read_twice", [False, True])
+def test_a_norm_joins_its_products(read_twice):
+    toy = Toy()
+    raw = _value("raw", "b", "S", 64)
+    toy.inputs.append(raw)
+    y = _norm(toy, raw, epsilon=1e-3)
+    for node in toy.nodes[1:]:
+        node.replace_input_with(0, y)
+    outputs = [toy.op("Relu", y, last=64)] if read_twice else []
+    (linear, *rest) = toy.fused(toy.a, toy.b, *outputs)
+    found = read(linear)
+    assert found.x is raw
+    assert found.norm.name == "norm"
+    assert found.epsilon == pytest.approx(1e-3)
+    assert found.keep == read_twice
+    assert [n.op_type for n in rest] == (["Relu"] if read_twice else [])
+    assert [v.name for v in linear.outputs] == ["a", "b", *(["n"] if read_twice else [])]
+
+
+def test_a_norm_over_other_axes_stays():
+    toy = Toy()
+    y = _norm(toy, toy.x, axis=1)
+    for node in toy.nodes[1:]:
+        node.replace_input_with(0, y)
+    assert [n.op_type for n in toy.fused(toy.a, toy.b)] == ["RMSNormalization", "FusedLinear"]

@@ -14,13 +14,14 @@ from tests.helpers.rng import fresh_rng
 from tests.plugins.cpu.test_dispatch import supported
 
 pytestmark = pytest.mark.skipif(native.find_library("moec_cpu") is None, reason="libmoec_cpu is not built")
+EPSILON = 1e-2
 QUANTIZE = {"int4": quantize_int4, "int8": quantize_int8}
 
 
 class Fused:
     """One node over constant matrices: (format, weight `[N,K]`, bias `[N]` or None) each."""
 
-    def __init__(self, matrices, activation="none", gate=False, addends=0, threads=1):
+    def __init__(self, matrices, activation="none", gate=False, addends=0, norm=None, keep=False, threads=1):
         self.parts, constants, names = [], [], []
         for index, (form, weight, bias) in enumerate(matrices):
             arrays = [weight] if form == "fp32" else list(QUANTIZE[form](weight))
@@ -28,14 +29,18 @@ class Fused:
             for place, array in enumerate([*arrays, *([bias] if bias is not None else [])]):
                 names.append(f"w{index}.{place}")
                 constants.append(numpy_helper.from_array(array, names[-1]))
-        self.activation, self.gate, self.addends = activation, gate, addends
-        count = len(matrices) - (activation != "none")
+        if norm is not None:
+            names.insert(0, "norm")
+            constants.append(numpy_helper.from_array(norm, "norm"))
+        self.activation, self.norm, self.keep = activation, norm, keep
+        count = len(matrices) - (activation != "none") + keep
         extra = [*(["gate"] if gate else []), *(f"addend{i}" for i in range(addends))]
         biases = "".join("01"[bias is not None] for _, _, bias in matrices)
         outputs = [f"y{i}" for i in range(count)]
         node = helper.make_node(
             "FusedLinear", ["x", *names, *extra], outputs, domain="moec",
             activation=activation, biases=biases, gate=int(gate), addends=addends,
+            norm=int(norm is not None), keep=int(keep), epsilon=EPSILON,
         )  # fmt: skip
         value = helper.make_tensor_value_info
         graph = helper.make_graph(
@@ -50,13 +55,17 @@ class Fused:
         return self.session.run(None, feeds | {f"addend{i}": a for i, a in enumerate(addends)})
 
     def expected(self, x, gate=None, addends=()):
+        if self.norm is not None:
+            wide = x.astype(np.float64)
+            x = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + EPSILON) * self.norm
+            x = x.astype(np.float32)
         ys = [self._product(x, *part) for part in self.parts]
         if self.activation == "silu":
             ys[:2] = [ys[0] / (1 + np.exp(-ys[0])) * ys[1]]
         if gate is not None:
             ys[0] = ys[0] / (1 + np.exp(-gate.astype(np.float64)))
         ys[0] = ys[0] + sum(a.astype(np.float64) for a in addends)
-        return ys
+        return ys + ([x] if self.keep else [])
 
     @staticmethod
     def _product(x, form, arrays, bias):
@@ -69,12 +78,12 @@ def _weight(rng, rows, columns):
     return rng.normal(size=(rows, columns)).astype(np.float32) / np.float32(columns**0.5)
 
 
-def _check(got, want):
+def _check(got, want, tolerance=1e-5):
     assert len(got) == len(want)
     for y, reference in zip(got, want, strict=True):
         assert y.shape == reference.shape
         np.testing.assert_allclose(
-            y, reference, atol=1e-5 * max(1e-30, np.abs(reference).max(initial=0)), rtol=1e-5
+            y, reference, atol=tolerance * np.abs(reference).max(initial=1e-25), rtol=tolerance
         )
 
 
@@ -102,6 +111,19 @@ def test_everything_at_once():
     gate = rng.normal(size=(2, 6, 1)).astype(np.float32)
     addends = [rng.normal(size=(2, 6, 200)).astype(np.float32) for _ in range(2)]
     _check(fused(x, gate, addends), fused.expected(x, gate, addends))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_norm_before_the_products(tokens, keep):
+    rng = fresh_rng()
+    norm = rng.normal(size=200).astype(np.float32)
+    matrices = [("int8", _weight(rng, 70, 200), None), ("fp32", _weight(rng, 3, 200), None)]
+    fused = Fused(matrices, norm=norm, keep=keep, threads=2)
+    x = 10 * rng.normal(size=(1, tokens, 200)).astype(np.float32)
+    # The last bit of a norm may move a value over the edge between two int8 codes.
+    _check(fused(x), fused.expected(x), tolerance=2e-3)
+    _check(fused(x)[1:], fused.expected(x)[1:])
 
 
 @pytest.mark.parametrize("form", ["int4", "int8", "fp32"])
