@@ -16,6 +16,7 @@ TIERS = (
     ("compile", "simulate", "runtime", "quantizer"),
     ("builder",),
     ("cli",),
+    ("__main__",),
 )
 LEVEL = {name: level for level, tier in enumerate(TIERS) for name in tier}
 MODULES = sorted(path for path in MOEC.rglob("*.py") if path != MOEC / "__init__.py")

@@ -36,6 +36,7 @@ from moec.calibrate.importance import InputPower
 from moec.checkpoint import Checkpoint, open_checkpoint
 from moec.compile.stage import Engine
 from moec.compile.targets import Targets
+from moec.errors import MoecError
 from moec.frontend.capture import Captured, capture
 from moec.frontend.save import save_exported
 from moec.pack.experts_store import checked_bytes, plan_store, store_bytes, write_experts
@@ -100,6 +101,9 @@ def build(
         MoecError: bad input, a model that moec cannot compile, or a full disk. Nothing is left behind then,
             and an older bundle at `output` is untouched; the same holds for KeyboardInterrupt.
     """
+    for what, path in (("model", model), ("output", output)):
+        if not os.fspath(path):  # an unset variable; Path("") would be the current folder
+            raise MoecError(f"The path of the {what} is empty")
     texts = [calibration] if isinstance(calibration, (str, os.PathLike)) else calibration or []
     options = BuildOptions(
         Path(model), Path(output), context, batch, kv.replace("-", "_"), weights, experts,

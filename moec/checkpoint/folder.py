@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ _TOKENIZER = (
 )
 _MAPPED_BYTES = 128 << 20
 _TEXT = ("config.json", "generation_config.json")
+_MODEL_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # as on the Hugging Face Hub
 
 
 class Checkpoint:
@@ -195,6 +197,8 @@ def open_checkpoint(path: str | os.PathLike[str], weights: bool = True) -> Check
             else "the checkpoint folder does not exist"
         )
         hint = "Give the folder with config.json and *.safetensors, or a .gguf file."
+        if _MODEL_ID.fullmatch(str(path)) and not folder.exists():
+            hint += f"\n  moec downloads no models: hf download {path} --local-dir FOLDER"
         raise MoecError(what, where=str(path), hint=hint)
     folder = _snapshot(folder)
     config = _config(folder, weights)

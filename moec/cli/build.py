@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import types
@@ -107,14 +108,14 @@ def build(
 
     progress = ConsoleProgress(Console(file=sys.stdout, highlight=False))
     with _terminable():
-        report = build_bundle(
+        build_bundle(
             model, output, context=context, batch=batch, kv=kv, kv_budget=kv_budget, weights=weights,
             experts=experts, calibration=calibration, target=target, dtype=dtype, dump_dir=dump_dir,
             plan_only=plan_only, verbose=verbose, progress=progress,
         )  # fmt: skip
     if plan_only:
-        return progress.info(f"{report.path} is a plan: build it again without --plan-only to add weights")
-    progress.info(f'{report.path} is ready: moec run {output} --prompt "..."')
+        return progress.info(f"{output} is a plan: build it again without --plan-only to add weights")
+    progress.info(f'{output} is ready: moec run {shlex.quote(output)} --prompt "..."')
 
 
 @contextmanager

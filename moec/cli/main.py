@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -14,6 +15,7 @@ import click
 from moec.errors import MoecError
 from moec.version import __version__
 
+_OUTPUT_FAILS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 _COMMANDS = {
     "build": "Compile a Hugging Face MoE checkpoint into a bundle.",
     "run": "Generate text from a bundle.",
@@ -72,10 +74,27 @@ def execute(arguments: Sequence[str]) -> int:
     except MoecError as error:
         return _say(f"error: {error}", 2)
     except BrokenPipeError:  # the reader of our output has gone, e.g. `moec run ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 1
+    except OSError as error:
+        return _system_error(error)
     except Exception as error:
         return _report_bug(error)
+
+
+def _system_error(error: OSError) -> int:
+    """What the system refuses: a file that may not be read, or our own output where no file is named."""
+    if error.filename is not None and error.strerror:
+        return _say(f"error: {error.strerror} ({os.fsdecode(error.filename)})", 2)
+    if error.errno in _OUTPUT_FAILS:
+        _discard_output()
+        return _say(f"error: {error.strerror} (standard output)", 2)
+    return _report_bug(error)
+
+
+def _discard_output() -> None:
+    """Python flushes stdout at its end, which must not fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(message: str, code: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 import types
@@ -67,7 +68,8 @@ def run(
     session = load(bundle, device, threads=threads)
     if interactive:
         return _converse(session, options)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    # Bytes that were no text in the terminal's encoding: most likely UTF-8, as all that the model read.
+    text = sys.stdin.read() if prompt == "-" else os.fsencode(prompt or "").decode("utf-8", "replace")
     return _answer(lambda: session.generate(text, raw=raw, **options))[1]
 
 

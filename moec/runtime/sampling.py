@@ -44,9 +44,8 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _require(
-            math.isfinite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, ">= 0"
-        )
+        warm = math.isfinite(self.temperature) and self.temperature >= 0
+        _require(warm, "temperature", self.temperature, ">= 0 and finite")
         _require(self.top_k >= 0, "top_k", self.top_k, ">= 0 (0 keeps every token)")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")

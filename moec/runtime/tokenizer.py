@@ -55,7 +55,7 @@ class Tokenizer:
         return self._fast.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._fast.encode(_scalars(text), add_special_tokens=add_special_tokens).ids
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a conversation up to where the assistant answers.
@@ -75,3 +75,8 @@ class Tokenizer:
     def stream(self, context: Sequence[int] = ()) -> StreamDecoder:
         """A decoder for tokens that follow `context`."""
         return StreamDecoder(self.decode, context)
+
+
+def _scalars(text: str) -> str:
+    """The text without lone surrogates (halves of characters), which the library refuses; U+FFFD for each."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

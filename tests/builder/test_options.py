@@ -37,6 +37,12 @@ def test_bad_values(tmp_path, changes, message):
         check_options(options(tmp_path / "model", tmp_path / "out", **changes))
 
 
+@pytest.mark.parametrize(("model", "output", "which"), [("", "out", "model"), ("model", "", "output")])
+def test_empty_paths(model, output, which):
+    with pytest.raises(MoecError, match=f"The path of the {which} is empty"):
+        build(model, output)
+
+
 def test_paths_that_would_destroy_something(tmp_path):
     model = tmp_path / "a" / "model"
     model.mkdir(parents=True)

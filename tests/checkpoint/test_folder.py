@@ -103,6 +103,12 @@ def test_missing_folder(tmp_path):
     _fails(tmp_path / "nowhere", "does not exist", "nowhere")
 
 
+def test_the_name_of_a_model_is_no_folder():
+    _fails(
+        "Some-Org/Model-8x7B.v2", "does not exist", "hf download Some-Org/Model-8x7B.v2 --local-dir FOLDER"
+    )
+
+
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "f").write_text("x")
     _fails(tmp_path / "f", "not a checkpoint folder")

@@ -28,9 +28,8 @@ def text(tmp_path_factory):
 
 
 def test_a_build_shows_passes_and_sizes(model, text, tmp_path, capsys):
-    code = execute(
-        ["build", str(model), "-o", str(tmp_path / "b"), "--calibration", str(text), "--context", "128"]
-    )
+    bundle = tmp_path / "my [red]bundle"
+    code = execute(["build", str(model), "-o", str(bundle), "--calibration", str(text), "--context", "128"])
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")
     for part in (
@@ -41,8 +40,8 @@ def test_a_build_shows_passes_and_sizes(model, text, tmp_path, capsys):
         "KV cache, one slot of 128",
     ):
         assert part in out
-    assert "moec run" in out.splitlines()[-1]
-    assert open_bundle(tmp_path / "b").manifest.context == 128
+    assert out.splitlines()[-1] == f"{bundle} is ready: moec run '{bundle}' --prompt \"...\""
+    assert open_bundle(bundle).manifest.context == 128
 
 
 @pytest.mark.parametrize(

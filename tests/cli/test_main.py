@@ -1,5 +1,6 @@
 """The command line as a user meets it: help, errors, exit codes."""
 
+import errno
 import subprocess
 import sys
 
@@ -81,6 +82,26 @@ def test_user_error(monkeypatch, capsys):
     error = MoecError("The folder is gone", where="x/y", hint="Look elsewhere")
     assert failing_command(monkeypatch, error) == 2
     assert capsys.readouterr().err == "error: The folder is gone (x/y)\n  Look elsewhere\n"
+
+
+def test_what_the_system_refuses(monkeypatch, capsys):
+    assert failing_command(monkeypatch, PermissionError(errno.EACCES, "Permission denied", "x/y")) == 2
+    assert capsys.readouterr().err == "error: Permission denied (x/y)\n"
+    assert failing_command(monkeypatch, OSError("a library's own words")) == 1
+    assert "internal error" in capsys.readouterr().err
+
+
+def test_output_that_cannot_be_written():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "moec.cli.main", "doctor"]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (2, "error: No space left on device (standard output)\n")
+
+
+def test_the_package_is_the_command():
+    command = [sys.executable, "-m", "moec", "--version"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == f"moec, version {__version__}"
 
 
 def test_interrupt(monkeypatch, capsys):

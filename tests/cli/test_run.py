@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from moec.cli.main import execute
 from moec.runtime.session import Session
 from moec.runtime.tokenizer import Tokenizer
 from tests.helpers.bundles import tiny_bundle
+from tests.helpers.permissions import obey_permissions
 from tests.helpers.tiny import VOCAB, tiny_tokenizer
 from tests.helpers.toy_model import ToyBackend
 
@@ -49,6 +51,31 @@ def test_prompt_from_stdin(bundle):
     options = ["--raw", "-n", "5", "-t", "0"]
     piped = run(bundle, "--prompt", "-", *options, input="To be")
     assert piped.stdout == run(bundle, "--prompt", "To be", *options).stdout
+
+
+def test_prompts_that_are_no_text(bundle):
+    """Bytes that are no UTF-8, and UTF-8 where the terminal is said to know ASCII only."""
+    options = [bundle, "--raw", "-n", "5", "-t", "0", "--prompt"]
+    assert run(*options, b"a\xff b").stdout == run(*options, "a\ufffd b").stdout
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    known, unknown = run(*options, "é 😀"), run(*options, "é 😀", env=ascii_only)
+    assert unknown.returncode == 0, unknown.stderr
+    assert unknown.stderr.split(" in ")[0] == known.stderr.split(" in ")[0]  # as many tokens
+
+
+def test_answer_that_cannot_be_written(bundle):
+    with open("/dev/full", "w") as full:
+        command = [*COMMAND, bundle, "--prompt", "a", "-n", "3"]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (2, "error: No space left on device (standard output)\n")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "experts.moex", "weights.safetensors", "tokenizer.json"])
+def test_bundle_that_may_not_be_read(bundle, tmp_path, name):
+    copy = shutil.copytree(bundle, tmp_path / "copy")
+    (copy / name).chmod(0)
+    result = run(str(copy), "--prompt", "a", preexec_fn=obey_permissions)
+    assert (result.returncode, result.stderr) == (2, f"error: Permission denied ({copy / name})\n")
 
 
 def test_context_full_is_said(bundle):

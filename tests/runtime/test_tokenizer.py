@@ -52,3 +52,10 @@ def test_damaged_file(folder):
     (folder / "tokenizer.json").write_text('{"version": 1')
     with pytest.raises(MoecError, match="cannot be read"):
         Tokenizer.from_folder(folder)
+
+
+def test_halves_of_characters(folder):
+    """A str may hold lone surrogates; transformers and the tokenizers library refuse them."""
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.encode("a\udc80b\ud83d") == tokenizer.encode("a\ufffdb\ufffd")
+    assert tokenizer.encode("\ud83d\ude00") == tokenizer.encode("😀")

@@ -26,7 +26,9 @@ def run_error(error: Exception, where: str) -> MoecError:
 
 def load_error(error: Exception, where: str) -> MoecError:
     """The error of a graph that ONNX Runtime does not load."""
-    return MoecError(f"ONNX Runtime cannot load the graph: {_status(str(error))}", where=where)
+    what = f"ONNX Runtime cannot load the graph: {_status(str(error))}"
+    hint = "If another version of moec made this bundle, build it again with this one"
+    return MoecError(what, where=where, hint=hint)
 
 
 def _status(text: str) -> str:

@@ -42,3 +42,4 @@ def test_load_error_drops_the_prefix():
         RuntimeError("[ONNXRuntimeError] : 7 : INVALID_PROTOBUF : Protobuf parsing failed."), "m.onnx"
     )
     assert error.what == "ONNX Runtime cannot load the graph: Protobuf parsing failed."
+    assert "build it again" in error.hint
