@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -104,7 +104,7 @@ class BundleWriter:
 
     def __exit__(self, *_: object) -> None:
         if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+            _remove(self._temporary)
 
     def finish(
         self,
@@ -139,6 +139,14 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, also an older bundle that somebody made read-only."""
+    for name, _, _ in os.walk(folder):
+        with suppress(OSError):
+            Path(name).chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _replace(new: Path, target: Path) -> None:

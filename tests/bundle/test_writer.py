@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from moec.bundle.reader import open_bundle
 from moec.bundle.writer import BundleWriter, check_free_space, check_target, write_bytes, writing
 from moec.errors import MoecError
 from tests.bundle.bundles import small_manifest, write_bundle
+from tests.helpers.permissions import obey_permissions
 
 
 def listing(folder: Path) -> list[str]:
@@ -36,6 +39,20 @@ def test_a_bundle_replaces_an_older_one(tmp_path, monkeypatch, exchange):
     write_bundle(target, random.Random(1), "new")
     assert open_bundle(target).manifest.model.name == "new"
     assert not (target / "leftover").exists()
+    assert listing(tmp_path) == ["out"]
+
+
+def test_a_read_only_bundle_is_replaced_and_removed(tmp_path):
+    """In a process that obeys permissions: root would remove it anyway."""
+    write_bundle(tmp_path / "out", random.Random(0), "old")
+    (tmp_path / "out").chmod(0o555)
+    code = (
+        "import random, sys; from pathlib import Path; from tests.bundle.bundles import write_bundle;"
+        "write_bundle(Path(sys.argv[1]), random.Random(1), 'new')"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "out")]
+    subprocess.run(command, check=True, timeout=60, preexec_fn=obey_permissions)
+    assert open_bundle(tmp_path / "out").manifest.model.name == "new"
     assert listing(tmp_path) == ["out"]
 
 
