@@ -190,9 +190,7 @@ class Session:
             tokens = [] if start is None else [start]
         if not tokens:
             raise MoecError("The prompt is empty and the model has no start token", hint="Give some text")
-        vocab = self.backend.vocab_size
-        if not all(0 <= token < vocab for token in tokens):
-            raise MoecError(f"The prompt has a token id outside 0..{vocab - 1}")
+        self._check_ids(tokens)
         return tokens
 
     def score(self, token_ids: Sequence[int] | np.ndarray, *, chunk: int = PREFILL_CHUNK) -> np.ndarray:
@@ -200,22 +198,25 @@ class Session:
 
         Args:
             token_ids: S tokens, at most `context`.
-            chunk: Tokens a run; does not change the result.
+            chunk: Tokens a run, at least 1; does not change the result.
 
         Returns:
             float32 `[S,V]`; row i is the distribution of token i+1.
 
         Raises:
-            MoecError: Too many tokens, or an operator failed.
+            MoecError: Too many tokens, one that the model does not have, or an operator failed.
         """
-        tokens = np.asarray(token_ids, np.int32).reshape(-1)
+        if chunk < 1:
+            raise MoecError(f"chunk is {chunk}, but must be at least 1")
+        tokens = np.asarray(token_ids, np.int64).reshape(-1)
         self._check_length(tokens)
+        self._check_ids(tokens)
         with self._lock:
             slot = self._scheduler.take_free_slot()
             result = np.empty((len(tokens), self.backend.vocab_size), np.float32)
             try:
                 for start in range(0, len(tokens), chunk):
-                    ids = tokens[start : start + chunk]
+                    ids = tokens[start : start + chunk].astype(np.int32)
                     result[start : start + len(ids)] = self.backend.step_all(
                         ids[None], [slot.index], [len(ids)]
                     )[0]
@@ -237,6 +238,11 @@ class Session:
         if raw or self.tokenizer.chat_template is None:
             return self.tokenizer.encode(prompt)
         return self.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+
+    def _check_ids(self, tokens: Sequence[int] | np.ndarray) -> None:
+        vocab = self.backend.vocab_size
+        if not all(0 <= token < vocab for token in tokens):
+            raise MoecError(f"The prompt has a token id outside 0..{vocab - 1}")
 
     def _check_length(self, tokens: Sequence[int] | np.ndarray) -> None:
         if len(tokens) > self.context:

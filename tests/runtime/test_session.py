@@ -117,6 +117,17 @@ def test_score_is_the_closed_form_in_any_chunks(session, rng):
         np.testing.assert_array_equal(session.score(tokens, chunk=chunk), expected)
 
 
+@pytest.mark.parametrize("token", [-1, VOCAB, 2**40])
+def test_score_refuses_tokens_that_the_model_does_not_have(session, token):
+    with pytest.raises(MoecError, match=rf"token id outside 0\.\.{VOCAB - 1}"):
+        session.score([1, token])
+
+
+def test_score_refuses_empty_chunks(session):
+    with pytest.raises(MoecError, match="chunk is -1"):
+        session.score([1, 2], chunk=-1)
+
+
 def test_score_beside_running_generations(session, rng):
     tokens = rng.integers(0, VOCAB, 20)
     alone = session.score(tokens)
