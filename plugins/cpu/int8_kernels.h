@@ -71,13 +71,13 @@ __attribute__((noinline)) void int8_logits_tile(const Int8Channels &channels, in
     for (int v = 0; v < V; ++v)
       acc[h][v] = S::set1(0.0f);
   for (int c = 0; c < k_dim; ++c) {
-    typename S::F code[V];
-    for (int v = 0; v < V; ++v)
-      code[v] = S::load_int8(channels.codes[c] + token + v * S::kWidth);
-    for (int h = 0; h < H; ++h) {
-      const typename S::F weight = S::set1(folded[h][c]);
-      for (int v = 0; v < V; ++v)
-        acc[h][v] = S::fma(code[v], weight, acc[h][v]);
+    typename S::F weight[H];
+    for (int h = 0; h < H; ++h)
+      weight[h] = S::set1(folded[h][c]);
+    for (int v = 0; v < V; ++v) {
+      const typename S::F code = S::load_int8(channels.codes[c] + token + v * S::kWidth);
+      for (int h = 0; h < H; ++h)
+        acc[h][v] = S::fma(code, weight[h], acc[h][v]);
     }
   }
   for (int h = 0; h < H; ++h)
