@@ -94,23 +94,25 @@ def _cache(config: Any, layers: list[Any]) -> Any:
     return cache
 
 
-def capture(ckpt: Checkpoint, batch: int, context: int) -> Captured:
+def capture(ckpt: Checkpoint, batch: int, context: int, dtype: torch.dtype = torch.float32) -> Captured:
     """Exports the checkpoint's architecture. Parameters cost no memory: a 47 B model needs about 0.5 GB.
 
     Args:
         ckpt: An open checkpoint.
         batch: Slots of the cache (B).
         context: Tokens of the cache (M).
+        dtype: In which the model computes: float32, float16 or bfloat16. A bundle needs float32; the rewriter
+            takes all three.
 
     Raises:
         MoecError: The model has a part that moec cannot express; the message names it.
     """
     geometry = probe(ckpt, context)
-    skeleton = ckpt.skeleton(attn_implementation=NAME)
+    skeleton = ckpt.skeleton(dtype, attn_implementation=NAME)
     use_hooks(skeleton)
     windows = [w if (w := window_of(c)) < context else 0 for c in cache_layers(ckpt.config)]
     step = _Step(skeleton, windows, geometry).eval()
-    args = _arguments(geometry, batch, context)
+    args = _arguments(geometry, batch, context, dtype)
     with torch.no_grad(), families.patched(skeleton), _quiet(), _named_errors(ckpt):
         # Deferred: guards such as `S*min(128, 128*S) == 128*S` hold, but torch cannot prove them.
         program = torch.export.export(
@@ -127,14 +129,14 @@ def capture(ckpt: Checkpoint, batch: int, context: int) -> Captured:
     return Captured(model, geometry)
 
 
-def _arguments(geometry: Geometry, batch: int, context: int) -> tuple[Any, ...]:
+def _arguments(geometry: Geometry, batch: int, context: int, dtype: torch.dtype) -> tuple[Any, ...]:
     """Example inputs: 2 rows of 3 tokens (1 would be specialised), zero-storage caches."""
     i32 = torch.int32
-    zero = torch.zeros(())
+    zero, state = torch.zeros((), dtype=dtype), torch.zeros(())  # recurrent states are float32 always
     states = []
     for a in geometry.attention:
         states += [zero.expand(batch, a.num_kv_heads, context, d) for d in (a.k_dim, a.v_dim)]
-    states += [zero.expand(batch, *s.shape) for s in geometry.states]
+    states += [state.expand(batch, *s.shape) for s in geometry.states]
     rows = torch.zeros(2, 3, dtype=i32), torch.zeros(2, dtype=i32), torch.zeros(batch, dtype=i32)
     return (*rows, torch.ones(2, dtype=i32), states)
 

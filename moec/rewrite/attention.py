@@ -82,9 +82,10 @@ class AttentionRule(Rule):
         if shapes != (want.num_heads, want.num_kv_heads, want.k_dim, want.v_dim):
             return where, f"heads and dimensions are {shapes}"
         found_scale = attribute(y, "scale") if y is not None else scalar(scale) if self.scaled else 1.0
-        if found_scale is None or not np.isclose(found_scale, want.scale, rtol=1e-5):
+        if found_scale is None or not np.isclose(found_scale, want.scale, rtol=self.context.tolerance):
             return where, f"scale is {found_scale}, not {want.scale}"
-        if not np.isclose(scalar(cap) or 0.0, want.softcap) or self.sinks != want.has_sink_logits:
+        same_cap = np.isclose(scalar(cap) or 0.0, want.softcap, rtol=self.context.tolerance)
+        if not same_cap or self.sinks != want.has_sink_logits:
             return where, "soft cap or sink logits differ from the geometry"
         why = _rows_reason(slot_ids, start) or _mask_reason(mask, want.window)
         return (where, why) if why else None

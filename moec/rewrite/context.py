@@ -23,6 +23,8 @@ class RewriteContext:
         weights: Dense weights: int4 | bf16.
         experts: Expert blobs: int4 | bf16.
         compute: Activations in the experts' products: int8 | fp32.
+        tolerance: Largest relative difference between constants of the graph and of the geometry; `widen`
+            raises it for graphs whose constants are rounded.
         keep_float: Parameters that stay fp32; rules add to it (routers that stay in standard operators).
     """
 
@@ -31,6 +33,7 @@ class RewriteContext:
     weights: str = "int4"
     experts: str = "int4"
     compute: str = "int8"
+    tolerance: float = 1e-5
     keep_float: set[str] = field(default_factory=set)
 
     def attention(self, layer: int) -> AttentionLayer | None:

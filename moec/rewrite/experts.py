@@ -70,7 +70,8 @@ class ExpertsRule(Rule):
             return where, f"tokens are {x.shape}, choices {ids.shape}"
         if gate_start is not None and (scalar(gate_start), scalar(up_start)) != (0, 1):
             return where, "gate and up rows do not alternate, gate first"
-        if alpha is not None and not np.allclose((scalar(alpha), scalar(limit)), (m.alpha, m.limit)):
+        found, rtol = (scalar(alpha), scalar(limit)), self.context.tolerance
+        if alpha is not None and not np.allclose(found, (m.alpha, m.limit), rtol=rtol):
             return where, "alpha or limit differ from the geometry"
         return None
 

@@ -22,8 +22,10 @@ from moec.rewrite import (
     independent,
     layout,
     rank,
+    rotary,
     router,
     stored,
+    widen,
 )
 from moec.rewrite.context import RewriteContext
 from moec.rewrite.golden import graph_text
@@ -49,6 +51,9 @@ class PassReport:
     notes: list[str] = field(default_factory=list)
 
 
+WIDEN = Pass("widen", widen.widen)
+"""Before all others where the captured graph is in fp16 or bf16."""
+
 MOEC_PASSES = (
     Pass("attention", attention.lower_attention),  # -> moec::AsymKVAttention
     Pass("experts", experts.lower_experts),  # -> moec::Experts
@@ -61,6 +66,7 @@ CPU_PASSES = (
     Pass("embedding", embedding.lower_embedding),  # -> GatherBlockQuantized
     Pass("dense", dense.lower_dense),  # -> moec::FusedLinear
     Pass("rank", rank.lower_rank),  # fewer reshapes
+    Pass("rotary", rotary.lower_rotary),  # -> moec::RotaryPair
     Pass("fuse", fuse.lower_fused),  # fewer nodes
     Pass("stored", stored.lower_stored),  # the rest: fp32 as stored
     Pass("independent", independent.mark_independent),  # no padding of runs
@@ -90,6 +96,8 @@ def run(
         MoecError: An attention or experts layer cannot be rewritten.
     """
     reports = []
+    if widen.half_type(model.graph) is not None and passes[:1] == MOEC_PASSES[:1]:
+        passes = (WIDEN, *passes)
     if dump_dir is not None:
         dump(model, dump_dir, f"{_first_number(passes):02d}-before")
     for number, step in enumerate(passes, _first_number(passes) + 1):
