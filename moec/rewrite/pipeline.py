@@ -22,6 +22,7 @@ from moec.rewrite import (
     independent,
     layout,
     rank,
+    rotary,
     router,
     stored,
     widen,
@@ -65,6 +66,7 @@ CPU_PASSES = (
     Pass("embedding", embedding.lower_embedding),  # -> GatherBlockQuantized
     Pass("dense", dense.lower_dense),  # -> moec::FusedLinear
     Pass("rank", rank.lower_rank),  # fewer reshapes
+    Pass("rotary", rotary.lower_rotary),  # -> moec::RotaryPair
     Pass("fuse", fuse.lower_fused),  # fewer nodes
     Pass("stored", stored.lower_stored),  # the rest: fp32 as stored
     Pass("independent", independent.mark_independent),  # no padding of runs

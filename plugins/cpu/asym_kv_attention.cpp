@@ -259,7 +259,8 @@ private:
     thread_local std::vector<float> parts;
     parts.resize(head_of.size() * each);
     float *memory = parts.data(); // a lambda would find the other thread's own
-    call.parallel(head_of.size(), [&](size_t i) {
+    call.parallel(head_of.size(), [&](size_t task) {
+      const size_t i = head_of.size() - 1 - task; // the last part of a head is the largest: it goes first
       const Head &h = heads[head_of[i]];
       see_part(p, h.state, h.token, static_cast<int64_t>(i) - h.first_part, memory + i * each);
     });

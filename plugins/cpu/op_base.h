@@ -135,5 +135,6 @@ const ort::CustomOp *asym_kv_attention_op();
 const ort::CustomOp *pipelined_moe_op();
 const ort::CustomOp *experts_op();
 const ort::CustomOp *fused_linear_op();
+const ort::CustomOp *rotary_pair_op();
 
 } // namespace moec

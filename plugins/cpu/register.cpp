@@ -11,8 +11,8 @@ RegisterCustomOps(moec::ort::SessionOptions *options, const moec::ort::ApiBase *
   CustomOpDomain *domain = nullptr;
   if (auto *s = api.call<Status *>(kCreateCustomOpDomain, "moec", &domain))
     return s;
-  for (const CustomOp *op :
-       {moec::asym_kv_attention_op(), moec::pipelined_moe_op(), moec::experts_op(), moec::fused_linear_op()})
+  for (const CustomOp *op : {moec::asym_kv_attention_op(), moec::pipelined_moe_op(), moec::experts_op(),
+                             moec::fused_linear_op(), moec::rotary_pair_op()})
     if (auto *s = api.call<Status *>(kCustomOpDomainAdd, domain, op))
       return s;
   return api.call<Status *>(kAddCustomOpDomain, options, domain);
