@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -93,7 +94,9 @@ def build_one(model: Path, bundle: Path, target: str) -> dict[str, float]:
     report = build(model, bundle, plan_only=True, target=target)
     engine = report.engines[0] if report.engines else {}
     graph = onnx.load(bundle / "model.onnx", load_external_data=False).graph
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)  # the engine process
     return {
+        "engine cpu s": children.ru_utime + children.ru_stime,
         "engine wall s": engine.get("seconds", 0.0),
         "build MB": _peak_mb(),
         "engine process MB": engine.get("peak_rss_bytes", 0) / 1e6,
