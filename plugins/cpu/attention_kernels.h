@@ -6,6 +6,9 @@
 // constant. V: lanes are channels; the scale of a token is folded into its probability. No sum's order
 // depends on how many queries, rows or tokens are worked on together.
 #pragma once
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 #include "float_formats.h"
 #include "kernels.h"
 
@@ -25,12 +28,35 @@ struct E4m3Table {
 };
 const E4m3Table kE4m3;
 
+#ifdef __SSE2__
+// Four words of four rows -> words[0..3][0..3].
+inline void transpose_four(const uint8_t *rows, int row_bytes, uint32_t (*words)[kTokens]) {
+  const auto load = [&](int t) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i *>(rows + t * row_bytes));
+  };
+  const auto store = [&](int w, __m128i x) { _mm_storeu_si128(reinterpret_cast<__m128i *>(words[w]), x); };
+  const __m128i a = _mm_unpacklo_epi32(load(0), load(1)), b = _mm_unpacklo_epi32(load(2), load(3));
+  const __m128i c = _mm_unpackhi_epi32(load(0), load(1)), d = _mm_unpackhi_epi32(load(2), load(3));
+  store(0, _mm_unpacklo_epi64(a, b));
+  store(1, _mm_unpackhi_epi64(a, b));
+  store(2, _mm_unpacklo_epi64(c, d));
+  store(3, _mm_unpackhi_epi64(c, d));
+}
+#endif
+
 // Rows of row_bytes bytes, one per token -> words[w][token]; a partial last word is padded with zero codes.
 void transpose_words(const uint8_t *rows, int row_bytes, uint32_t (*words)[kTokens]) {
   const int whole = row_bytes / 4, rest = row_bytes % 4;
+  int first = 0; // word that has yet to be read
+#ifdef __SSE2__
+  for (; first + 4 <= whole; first += 4)
+    for (int t = 0; t < kTokens; t += 4)
+      transpose_four(rows + t * row_bytes + 4 * first, row_bytes,
+                     reinterpret_cast<uint32_t (*)[kTokens]>(&words[first][t]));
+#endif
   for (int t = 0; t < kTokens; ++t) {
     const uint8_t *row = rows + t * row_bytes;
-    for (int w = 0; w < whole; ++w)
+    for (int w = first; w < whole; ++w)
       std::memcpy(&words[w][t], row + 4 * w, 4);
     if (rest) {
       words[whole][t] = 0;

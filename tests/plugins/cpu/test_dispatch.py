@@ -30,11 +30,13 @@ for format, hq, hkv, dk, dv in (("mkv2", 9, 3, 64, 64), ("mkv2_lean", 5, 1, 80, 
         in_place=True, **case.inputs(case.tokens(1, 220), state, [0], [220]))[0]
     outs.append(out.ravel())
     states += [state.blocks.ravel().tolist(), state.ring.view(np.uint16)[:, :, :200].ravel().tolist()]
-for extra in (dict(weight_format="int4", extra=dict(compute="int8")), dict(), dict(weight_format="bf16")):
+def experts(**extra):
     case = MoeCase(rng, 100, 72, **extra)
     op = CpuOp("PipelinedMoE", **case.attributes)
-    outs.append(op(**case.pipelined(case.tokens(9), [9]))[0].ravel())
-print(json.dumps(dict(isa=cpu_isa(), outs=np.concatenate(outs).tolist(), states=states)))
+    return op(**case.pipelined(case.tokens(9), [9]))[0].ravel()
+outs += [experts(), experts(weight_format="bf16")]
+rounded = experts(weight_format="int4", extra=dict(compute="int8")).tolist()
+print(json.dumps(dict(isa=cpu_isa(), outs=np.concatenate(outs).tolist(), rounded=rounded, states=states)))
 """
 
 
@@ -55,6 +57,8 @@ def test_instruction_sets_agree(rng):
     for other in results[1:]:
         assert other["states"] == results[0]["states"]
         np.testing.assert_allclose(other["outs"], results[0]["outs"], rtol=0, atol=3e-5)
+        # Without FMA a last bit differs, and once in thirty runs it moves a 15-bit activation by a step.
+        np.testing.assert_allclose(other["rounded"], results[0]["rounded"], rtol=0, atol=3e-4)
 
 
 DECODE = """
