@@ -20,7 +20,7 @@ _ELEMENTWISE = {"Add", "Mul", "Sub", "Div"}
 def lower_rank(model: ir.Model, context: RewriteContext, notes: list[str]) -> int:
     """Returns how many reshapes are not needed any more.
 
-    Graphs on bf16 weights keep theirs: stock ONNX Runtime runs them with function bodies, which know one rank.
+    Graphs on bf16 weights keep theirs: stock ONNX Runtime runs their function bodies, which know one rank.
     """
     return drop_reshapes(model) if context.weights != "bf16" else 0
 
