@@ -10,6 +10,7 @@ import torch
 from benchmarks import kv_quality
 from benchmarks.kv_quality import all_experts, changed_share, measure
 from moec.checkpoint import open_checkpoint
+from tests.helpers.sample import sample_checkpoint
 from tests.helpers.tiny import tiny_checkpoint
 
 
@@ -19,9 +20,13 @@ def folder(tmp_path, monkeypatch):
     return tiny_checkpoint(tmp_path / "model", max_position_embeddings=kv_quality.CONTEXT)
 
 
-def rows(folder, *formats: str, bundle: bool = False) -> dict[str, dict]:
-    options = Namespace(tokens=250, texts=1, formats=formats, threads=1, no_bundle=not bundle)
+def rows(folder, *formats: str, bundle: bool = False, tokens: int = 250, texts: int = 1) -> dict[str, dict]:
+    options = Namespace(tokens=tokens, texts=texts, formats=formats, threads=1, no_bundle=not bundle)
     return {row[""]: row for row in measure(folder, options)["rows"]}
+
+
+def percent(text: str) -> float:
+    return float(text.removesuffix(" %"))
 
 
 def test_rows_of_the_simulation(folder):
@@ -41,6 +46,33 @@ def test_moec_itself_agrees_with_the_simulation(folder):
         assert own["perplexity"] == pytest.approx(simulated["perplexity"], rel=1e-3)
         assert own["KL"] == pytest.approx(simulated["KL"], abs=2e-3)
         assert own["bits"] == simulated["bits"]
+
+
+@pytest.mark.slow
+def test_bars_on_the_sample(tmp_path, monkeypatch):
+    """What 2.5 bits may cost; the benchmark's own run is longer (texts of 4096 tokens).
+
+    The goal of +1.5 % perplexity does not hold here (+1.5 to +1.9 %), only with all experts.
+    """
+    monkeypatch.setattr(kv_quality, "BUILDS", tmp_path / "builds")
+    exact, mkv2 = rows(sample_checkpoint(), "mkv2", tokens=2048, texts=3).values()
+    assert mkv2["bits"] <= 2.5
+    assert percent(mkv2["of fp16 at 8192"]) < 18
+    assert mkv2["perplexity"] <= 1.025 * exact["perplexity"]
+    assert mkv2["KL"] <= 0.06
+    assert percent(mkv2["top-1"]) >= 84
+
+
+@pytest.mark.slow
+def test_bars_on_the_sample_with_all_experts(tmp_path, monkeypatch):
+    """Without a router, whose near ties make most of the difference, the cache is alone."""
+    monkeypatch.setattr(kv_quality, "BUILDS", tmp_path / "builds")
+    found = rows(all_experts(sample_checkpoint()), "mkv2", "naive", "kivi", tokens=2048, texts=3)
+    exact, mkv2, naive, kivi = found.values()
+    assert mkv2["perplexity"] <= 1.015 * exact["perplexity"]
+    assert mkv2["KL"] <= 0.03
+    assert percent(mkv2["top-1"]) >= 92
+    assert 5 * mkv2["KL"] <= min(naive["KL"], kivi["KL"])
 
 
 def test_all_experts_are_chosen_and_scaled(folder):
