@@ -6,7 +6,8 @@ import torch
 from transformers.generation import logits_process
 
 from moec.errors import MoecError
-from moec.runtime.sampling import Sampler, SamplingParams
+from moec.runtime.sampling import Sampler, SamplingParams, filtered_distribution
+from tests.helpers.rng import fresh_rng
 
 VOCAB = 300
 
@@ -126,3 +127,17 @@ def test_options_out_of_range(option):
     (name,) = option
     with pytest.raises(MoecError, match=f"{name} is .* but must be"):
         SamplingParams(**option)
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.9, 0.999])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])  # flat: the nucleus is most of the vocabulary
+def test_nucleus_of_a_large_vocabulary(top_p, spread):
+    """The same tokens as by sorting everything, ties included."""
+    scores = np.round(fresh_rng().normal(size=20_000) * spread, 2)
+    probabilities = np.exp(scores - scores.max())
+    probabilities /= probabilities.sum()
+    order = np.argsort(-probabilities, kind="stable")
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    tokens, kept = filtered_distribution(scores, SamplingParams(temperature=1.0, top_p=top_p))
+    assert np.array_equal(tokens, np.sort(order[before < top_p]))
+    assert kept.sum() == pytest.approx(1)
