@@ -12,7 +12,8 @@ namespace {
 
 constexpr int kGroup = 64;
 // Four short rows read at once are no pattern that a CPU foresees: weights are asked for by hand, so many
-// bytes ahead of their use. Decode on one core of a Zen 5: 8.0 -> 5.3 ms a token.
+// bytes ahead of their use. Dense layers of a token of the sample, one core of a Zen 5, under ONNX Runtime's
+// profiler: 5.6 -> 4.0 ms.
 constexpr int kAhead = 4096;
 
 // Per lane of dot_codes (bytes 4i..4i+3 of both halves) -8 times the sum of its activations.
