@@ -181,9 +181,11 @@ def test_failure_hits_only_its_request(seed):
 
 
 def test_failure_in_prefill(seed):
-    scheduler, _ = device(seed, 2, poison=7)
-    bad, good = make([1, 7, 2], 4), make([1, 2], 4)
-    finish(scheduler, bad, good)
+    (expected,) = finish(device(seed)[0], make([1, 2], 4))
+    poison = next(t for t in range(3, VOCAB) if t not in expected)
+    scheduler, _ = device(seed, 2, poison)
+    bad, good = make([1, poison, 2], 4), make([1, 2], 4)
+    assert finish(scheduler, bad, good)[1] == expected
     assert (bad.stop_reason, good.stop_reason) == ("error", "max_tokens")
 
 
