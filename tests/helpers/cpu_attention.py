@@ -80,8 +80,8 @@ class AttentionCase:
             self.lengths[slot] += count
 
 
-def close(actual: np.ndarray, expected: np.ndarray, tolerance: float) -> None:
-    """Asserts max |difference| <= tolerance * max |expected|."""
+def close(actual: np.ndarray, expected: np.ndarray, tolerance: float, least: float = 1e-30) -> None:
+    """Asserts max |difference| <= tolerance * max |expected|, or `least` where that is larger."""
     assert np.isfinite(actual).all()
-    error = np.abs(actual.astype(np.float64) - expected).max() / max(np.abs(expected).max(), 1e-30)
+    error = np.abs(actual.astype(np.float64) - expected).max() / max(np.abs(expected).max(), least)
     assert error <= tolerance, f"relative error {error:.2e} > {tolerance:.0e}"
