@@ -21,7 +21,10 @@ from moec.progress import Progress
 from moec.reference.experts import unpack_expert
 from moec.reference.kv_layout import KVLayout
 from moec.reference.weights import dequantize_int4, dequantize_int8
-from tests.helpers.tiny import VOCAB, tiny_checkpoint, tiny_model
+from tests.helpers.decided import draw
+from tests.helpers.graphs import reference_logits
+from tests.helpers.rng import fresh_rng
+from tests.helpers.tiny import tiny_checkpoint, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -179,9 +182,8 @@ def test_the_exact_bundle_gives_the_logits_of_transformers(checkpoint_folder, tm
     build(
         checkpoint_folder, tmp_path / "exact", context=128, batch=1, kv="fp32", weights="bf16", experts="bf16"
     )
-    ids = torch.randint(4, VOCAB, (100,))
-    print("ids", ids.tolist())
+    model = tiny_model(seed=11)
+    (ids,) = draw(fresh_rng(), model, open_bundle(tmp_path / "exact").manifest.geometry, (), (100,))
     got = moec.load(tmp_path / "exact", device="cpu", threads=1).score(ids.tolist())
-    with torch.no_grad():
-        want = tiny_model(seed=11)(ids[None]).logits[0].numpy()
+    want = reference_logits(model, ids, last=100)
     assert np.abs(got - want).max() < 1e-3

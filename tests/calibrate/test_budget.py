@@ -12,6 +12,8 @@ from moec.calibrate.run import fit_layers, observe
 from moec.checkpoint import open_checkpoint
 from moec.frontend.probe import probe
 from moec.reference.kv_layout import KVLayout
+from tests.helpers.decided import draw
+from tests.helpers.rng import fresh_rng
 from tests.helpers.tiny import shakespeare, tiny_checkpoint
 
 
@@ -73,7 +75,7 @@ def test_broken_layers_are_raised_under_any_budget(checkpoint, geometry, text_fi
 
 @torch.inference_mode()
 def test_divergence_is_that_of_the_models(checkpoint, geometry):
-    ids = np.random.default_rng().integers(4, 500, (1, 400))
+    ids = draw(fresh_rng(), checkpoint.load_torch(), geometry, (), (400,))[0][None].astype(np.int64)
     model = CachedModel(checkpoint, geometry, None)
     plain, cached = layouts("fp16"), layouts("mkv2")
     calibrations = fit_layers(geometry, cached, observe(checkpoint, cached, ids))

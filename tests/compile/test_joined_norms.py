@@ -12,7 +12,8 @@ from moec.frontend import capture
 from moec.native import cpu_library
 from moec.rewrite.pipeline import CPU_PASSES, MOEC_PASSES, Pass
 from tests.helpers.built import build_graph
-from tests.helpers.graphs import Stepper, random_texts, session, two_slots
+from tests.helpers.decided import LENGTHS, draw
+from tests.helpers.graphs import Stepper, session, two_slots
 from tests.helpers.rng import fresh_rng
 from tests.helpers.tiny import tiny_checkpoint
 
@@ -22,7 +23,7 @@ def test_a_model_with_joined_norms_gives_the_same_logits(tmp_path):
     captured, counts = capture(ckpt, 2, 64), []
     join = Pass("join", lambda model, *_: counts.append(join_norms(model.graph)) or counts[-1])
     results = []
-    texts = random_texts(int(fresh_rng().integers(1 << 30)), captured.geometry)
+    texts = draw(fresh_rng(), ckpt.load_torch(), captured.geometry, (), LENGTHS)
     for passes in (MOEC_PASSES, (*MOEC_PASSES, join)):
         folder = tmp_path / str(len(passes))
         built = build_graph(ckpt, folder, captured=captured, passes=(*passes, *CPU_PASSES))

@@ -9,6 +9,7 @@ import pytest
 from moec.errors import MoecError
 from moec.frontend import capture, save_exported
 from tests.helpers.captured import ALL_FAMILIES, BATCH, CONTEXT, FAMILIES, captured, checkpoint
+from tests.helpers.decided import decided_texts
 from tests.helpers.graphs import Stepper, random_texts, reference_logits, session, two_slots
 
 
@@ -28,10 +29,8 @@ def exported(tmp_path_factory):
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_two_slots_of_unequal_length_equal_transformers(family, exported):
-    seed = int(np.random.default_rng().integers(1 << 30))
-    print("seed", seed)
     stepper = Stepper(session(exported(family)))
-    texts = random_texts(seed, captured(family).geometry)
+    texts = decided_texts(family)
     model = checkpoint(family).load_torch()
     for got, text in zip(two_slots(stepper, *texts), texts, strict=True):
         np.testing.assert_allclose(got, reference_logits(model, text), atol=2e-5)

@@ -7,8 +7,8 @@ import pytest
 
 from moec.frontend import save_exported
 from tests.helpers.captured import captured, checkpoint
-from tests.helpers.graphs import Stepper, random_texts, reference_logits, session
-from tests.helpers.rng import fresh_rng
+from tests.helpers.decided import decided_texts
+from tests.helpers.graphs import Stepper, reference_logits, session
 
 FAMILIES = [
     "lfm2_moe",
@@ -37,7 +37,7 @@ def _states(stepper: Stepper, slot: int) -> list[np.ndarray]:
 
 
 def _text(family: str) -> np.ndarray:
-    return random_texts(int(fresh_rng().integers(1 << 30)), captured(family).geometry)[0]
+    return decided_texts(family, lengths=(19,))[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moec.reference.experts import BlobLayout, ExpertWeights, pack_expert
+from tests.helpers.ties import decided_rows
 
 F32 = np.float32
 RESIDENT = dict(residency=np.zeros(1, np.int32), staging=np.zeros((1, 1), np.int8))
@@ -54,7 +55,8 @@ class MoeCase:
         )  # fmt: skip
 
     def tokens(self, count: int) -> np.ndarray:
-        return self._normal(count, self.hidden_size)
+        """Hidden states that the router is not near a tie for."""
+        return decided_rows(lambda n: self._normal(n, self.hidden_size), count, self.attributes, vars(self))
 
     def pipelined(self, hidden: np.ndarray, num_tokens: list[int]) -> dict:
         """Inputs of PipelinedMoE."""

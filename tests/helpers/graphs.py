@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import torch
+from transformers import DynamicCache
 
 from moec.bundle.geometry import Geometry
 
@@ -70,11 +71,29 @@ def two_slots(stepper: Stepper, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarra
     return np.stack(rows_a), np.stack(rows_b)
 
 
-def reference_logits(model: torch.nn.Module, tokens: np.ndarray, last: int = 5) -> np.ndarray:
-    """transformers' logits `[last,V]` at the last positions, one pass over the whole text."""
+class HalfCache(DynamicCache):
+    """transformers' cache with keys and values rounded to fp16."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        return super().update(key_states.half().float(), value_states.half().float(), *args, **kwargs)
+
+
+def reference_logits(
+    model: torch.nn.Module, tokens: np.ndarray, last: int = 5, cache: DynamicCache | None = None
+) -> np.ndarray:
+    """transformers' logits `[last,V]` at the last positions, one pass over the whole text.
+
+    A `cache` must be empty; attention reads keys and values as it keeps them.
+    """
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
     with torch.no_grad():
-        out = model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False)
+        out = model(input_ids=ids, use_cache=cache is not None, cache=cache)
     return out.logits[0, -last:].numpy()
+
+
+def half_reference_logits(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
+    """The same for the last five positions, with keys and values rounded to fp16."""
+    return reference_logits(model, tokens, cache=HalfCache(config=model.config))
 
 
 def random_texts(seed: int, geometry: Geometry, lengths: tuple[int, int] = (19, 12)) -> list[np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moec.reference.experts import BlobLayout, ExpertWeights, pack_expert
+from tests.helpers.ties import decided_rows
 
 ROUTER_NAMES = ("scoring", "renormalize", "num_groups", "topk_groups", "group_score", "routed_scale")
 
@@ -57,12 +58,19 @@ def moe_inputs(
 ) -> dict:
     """Inputs of PipelinedMoE by name, for len(counts) rows of `steps` tokens."""
     experts, layout = attributes["num_experts"], moe_layout(attributes, hidden)
-    return {
-        "hidden": rng.standard_normal((len(counts) * steps, hidden)).astype(np.float32),
-        "num_tokens": np.array(counts, np.int32),
+    router = {
         "router_weight": rng.standard_normal((experts, hidden)).astype(np.float32) / 9,
         "router_bias": rng.standard_normal(experts).astype(np.float32),
         "selection_bias": rng.standard_normal(experts).astype(np.float32) / 10,
+    }
+
+    def draw(count: int) -> np.ndarray:
+        return rng.standard_normal((count, hidden)).astype(np.float32)
+
+    return {
+        "hidden": decided_rows(draw, len(counts) * steps, attributes, router),
+        "num_tokens": np.array(counts, np.int32),
+        **router,
         "predictor_weight": np.zeros((1, hidden), np.float32),
         "experts": random_blobs(rng, layout, experts),
         **state_dummies(),

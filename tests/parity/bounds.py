@@ -21,13 +21,6 @@ def load_reference(checkpoint: Path) -> torch.nn.Module:
     return model.eval().requires_grad_(False)
 
 
-class HalfCache(DynamicCache):
-    """transformers' cache with keys and values rounded to fp16."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        return super().update(key_states.half().float(), value_states.half().float(), *args, **kwargs)
-
-
 @torch.inference_mode()
 def reference_logits(
     model: torch.nn.Module, tokens: list[int], prompt: int = PROMPT, cache_class: type = DynamicCache

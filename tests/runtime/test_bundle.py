@@ -163,10 +163,10 @@ def flip(path, offset):
 
 
 def busiest_expert(layer, tokens):
-    """The expert of a layer that transformers sends the most tokens of a text to; some may get none at all."""
+    """The expert of a layer that transformers sends the most tokens of a text to: others may get none."""
     chosen, model = [], open_checkpoint(checkpoint()).load_torch()
-    hook = model.model.layers[layer].mlp.gate.register_forward_hook(lambda _, args, out: chosen.append(out[2]))
-    with torch.no_grad(), hook:
+    gate = model.model.layers[layer].mlp.gate
+    with torch.no_grad(), gate.register_forward_hook(lambda _, args, out: chosen.append(out[2])):
         model(torch.from_numpy(tokens)[None])
     return int(chosen[0].flatten().bincount().argmax())
 

@@ -12,7 +12,9 @@ import torch
 import moec
 from moec import native
 from moec.checkpoint import open_checkpoint
+from tests.helpers.decided import decided_texts
 from tests.helpers.families import RECURRENT
+from tests.helpers.graphs import reference_logits
 from tests.helpers.rng import fresh_rng
 from tests.helpers.tiny import tiny_checkpoint
 
@@ -41,9 +43,8 @@ def bundle(tmp_path_factory):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_score_equals_transformers_in_any_chunks(bundle, family):
     session, model = bundle(family)
-    tokens = fresh_rng().integers(0, 512, CONTEXT - 3)
-    with torch.no_grad():
-        want = model(input_ids=torch.from_numpy(tokens)[None], use_cache=False).logits[0].numpy()
+    (tokens,) = decided_texts(family, (CONTEXT - 3,))
+    want = reference_logits(model, tokens, last=len(tokens))
     whole = session.score(tokens)
     assert np.abs(whole - want).max() <= 1e-4 * (want.max() - want.min())
     for chunk in (1, 7, 32):

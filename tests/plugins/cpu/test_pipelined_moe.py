@@ -13,9 +13,11 @@ from tests.helpers.cpu_op import CpuOp
 EXACT, INT8 = 1e-5, 1e-2
 
 
-def check(case: MoeCase, tokens: list[int], width: int, tolerance: float) -> np.ndarray:
+def check(
+    case: MoeCase, tokens: list[int], width: int, tolerance: float, hidden: np.ndarray | None = None
+) -> np.ndarray:
     op = CpuOp("PipelinedMoE", **case.attributes)
-    inputs = case.pipelined(case.tokens(len(tokens) * width), tokens)
+    inputs = case.pipelined(case.tokens(len(tokens) * width) if hidden is None else hidden, tokens)
     out = op(**inputs)[0]
     close(out, pipelined_moe(**inputs, **op.attributes)[0], tolerance)
     return out
@@ -72,9 +74,10 @@ def test_routers(rng, scoring, renormalize, groups):
 
 def test_ties_go_to_the_lower_expert(rng):
     case = MoeCase(rng, extra=dict(scoring="softmax"))
+    hidden = case.tokens(3)
     case.router_weight[:] = case.router_weight[0]
     case.router_bias[:] = case.selection_bias[:] = 0
-    check(case, [3], 3, EXACT)
+    check(case, [3], 3, EXACT, hidden)
 
 
 def test_padding_is_not_routed(rng):

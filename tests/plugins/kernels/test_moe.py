@@ -12,6 +12,7 @@ from moec.reference.moe import pipelined_moe as reference_moe
 from tests.helpers.kernels import DTYPES, ENUMS, ERROR_EXPERT_ID, MoeParams, moe_params, run_moe
 from tests.helpers.kv_cases import assert_close, raw
 from tests.helpers.simt import SCHEDULES
+from tests.helpers.ties import decided_rows
 
 F32 = np.float32
 
@@ -30,13 +31,19 @@ def make_layer(rng, **changes):
         attrs["weight_format"], h, attrs["intermediate_size"], bool(attrs["gated"]), bool(attrs["has_bias"])
     )
     num_tokens = np.array(options["num_tokens"], np.int32)
-    hidden = rng.standard_normal((len(num_tokens) * options["chunk"], h)).astype(DTYPES[options["dtype"]])
-    tensors = {
-        "hidden": hidden,
-        "num_tokens": num_tokens,
+    router = {
         "router_weight": (rng.standard_normal((experts, h)) / 4).astype(F32),
         "router_bias": rng.standard_normal(experts).astype(F32),
         "selection_bias": (rng.standard_normal(experts) / 8).astype(F32),
+    }
+
+    def draw(count):
+        return rng.standard_normal((count, h)).astype(DTYPES[options["dtype"]])
+
+    tensors = {
+        "hidden": decided_rows(draw, len(num_tokens) * options["chunk"], attrs, router),
+        "num_tokens": num_tokens,
+        **router,
         "experts": np.stack([pack_expert(layout, random_expert(rng, layout)) for _ in range(experts)]),
     }
     return attrs, tensors, options["dtype"]
