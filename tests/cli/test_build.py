@@ -88,8 +88,10 @@ def test_a_signal_in_mid_build(model, tmp_path, number, code):
     for line in process.stdout:  # the exporter is next, and takes seconds
         if line.startswith(b"Reading the checkpoint"):
             break
+    while not (begun := any(tmp_path.glob("*.building"))) and process.poll() is None:
+        time.sleep(0.1)
     time.sleep(0.5)
-    assert any(p.name.endswith(".building") for p in tmp_path.iterdir())
+    assert begun
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == code

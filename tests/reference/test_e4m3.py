@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moec.reference.e4m3 import E4M3_POSITIVE, E4M3_VALUES, e4m3_decode, e4m3_rne, e4m3_up
@@ -40,6 +40,7 @@ def test_zero_has_one_code():
     assert np.array_equal(e4m3_rne(x), np.zeros(6, np.uint8))
 
 
+@settings(deadline=None)
 @given(float32s)
 def test_rounding_saturates_and_is_the_nearest(x):
     value = float(e4m3_decode(e4m3_rne(np.float32(x))))
@@ -47,6 +48,7 @@ def test_rounding_saturates_and_is_the_nearest(x):
     assert abs(value - clamped) <= np.abs(THEIRS[np.isfinite(THEIRS)].astype(np.float64) - clamped).min()
 
 
+@settings(deadline=None)
 @given(float32s)
 def test_rounding_up_gives_the_smallest_positive_value_not_below(x):
     value = float(e4m3_decode(e4m3_up(np.float32(x))))
