@@ -276,8 +276,8 @@ private:
 
 } // namespace
 
-const ort::CustomOp *asym_kv_attention_op() {
-  return Registration<AsymKvAttention>::table();
+const ort::CustomOp *asym_kv_attention_op(int threads) {
+  return Registration<AsymKvAttention>::table(threads);
 }
 
 } // namespace moec

@@ -33,8 +33,8 @@ private:
 
 } // namespace
 
-const ort::CustomOp *experts_op() {
-  return Registration<Experts>::table();
+const ort::CustomOp *experts_op(int threads) {
+  return Registration<Experts>::table(threads);
 }
 
 } // namespace moec

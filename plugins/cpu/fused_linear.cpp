@@ -10,6 +10,7 @@
 #include "activation.h"
 #include "kernels.h"
 #include "op_base.h"
+#include "scratch.h"
 #include <algorithm>
 #include <cmath>
 #include <mutex>
@@ -46,13 +47,10 @@ struct Norm {
 class Inputs {
 public:
   Inputs(const float *x, int64_t tokens, int64_t columns, const Norm &norm)
-      : raw_(x), x_(norm.weight ? norm.out : x), columns_(columns), norm_(norm) {
-    groups_ = (columns + kGroup - 1) / kGroup;
-    const size_t groups = static_cast<size_t>(tokens * groups_);
-    codes_.resize(groups * 2 * kGroup);
-    scales_.resize(groups);
-    offsets_.resize(groups * 2 * 8);
-  }
+      : raw_(x), x_(norm.weight ? norm.out : x), columns_(columns), groups_((columns + kGroup - 1) / kGroup),
+        norm_(norm), codes_(static_cast<size_t>(tokens * groups_) * 2 * kGroup),
+        scales_(static_cast<size_t>(tokens * groups_)),
+        offsets_(static_cast<size_t>(tokens * groups_) * 2 * 8) {}
   void prepare(int64_t token) {
     if (norm_.weight)
       normalize(raw_ + token * columns_, norm_.out + token * columns_);
@@ -79,9 +77,9 @@ private:
   const float *raw_, *x_;
   int64_t columns_, groups_;
   Norm norm_;
-  mutable std::vector<int8_t> codes_;
-  mutable std::vector<float> scales_;
-  mutable std::vector<int32_t> offsets_;
+  mutable Scratch<int8_t> codes_;
+  mutable Scratch<float> scales_;
+  mutable Scratch<int32_t> offsets_;
 };
 
 class FusedLinear {
@@ -117,6 +115,8 @@ public:
       normalized.resize(keep_ ? 0 : static_cast<size_t>(tokens * columns));
       norm = {call.data<float>(1), epsilon_, keep_ ? out.back() : normalized.data()};
     }
+    if (call.reads())
+      foretell(call, *call.reads());
     Inputs inputs(x.as<float>(), tokens, columns, norm);
     if (tokens <= 8)
       for (int64_t t = 0; t < tokens; ++t)
@@ -134,7 +134,7 @@ private:
 
   // Weights are constants of the graph: their shapes are read once.
   void read_parts(const Call &call, const Tensor &x) {
-    const int64_t columns = x.last(), groups = (columns + kGroup - 1) / kGroup;
+    const int64_t columns = columns_ = x.last(), groups = (columns + kGroup - 1) / kGroup;
     size_t at = norm_ ? 2 : 1;
     const size_t count = call.input_count();
     require(!norm_ || (count > 1 && call.input(1).count() == columns), "norm_weight must be float [K]");
@@ -176,6 +176,24 @@ private:
     if (keep_)
       out.push_back(static_cast<float *>(call.output(parts_.size() - activated_, x.shape, x.rank)));
     return out;
+  }
+
+  // Stretches in the order of the tasks of run().
+  void foretell(const Call &call, Forecast &reads) const {
+    const auto groups = static_cast<size_t>((columns_ + kGroup - 1) / kGroup);
+    reads.clear();
+    uint32_t first = 0;
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      const Part &p = parts_[i];
+      const auto pieces = static_cast<uint32_t>(p.pieces()), at = activated_ && i == 1 ? 0 : first;
+      const size_t rows = static_cast<size_t>(p.task_rows());
+      if (!p.fp32) {
+        reads.add(call.data<void>(p.weight), rows * groups * kGroup * p.bits / 8, at, pieces);
+        reads.add(call.data<void>(p.scales()), rows * groups * 2, at, pieces);
+      }
+      first = at + pieces;
+    }
+    reads.set_pieces(first);
   }
 
   struct Task {
@@ -302,12 +320,13 @@ private:
   std::once_flag once_;
   std::vector<Part> parts_;
   size_t extra_ = 0;
+  int64_t columns_ = 0;
 };
 
 } // namespace
 
-const ort::CustomOp *fused_linear_op() {
-  return Registration<FusedLinear>::table();
+const ort::CustomOp *fused_linear_op(int threads) {
+  return Registration<FusedLinear>::table(threads);
 }
 
 } // namespace moec

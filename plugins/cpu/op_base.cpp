@@ -120,16 +120,17 @@ void Call::parallel(size_t count, const std::function<void(size_t)> &body) const
     auto *l = static_cast<Loop *>(user);
     try {
       l->body(i);
-    } catch (...) { // must not unwind through onnxruntime's thread pool
+    } catch (...) { // must not unwind through the threads that run it
       std::lock_guard<std::mutex> lock(l->mutex);
       l->failure = std::current_exception();
     }
   };
-  check(api_,
-        api_.call<ort::Status *>(
-            ort::kKernelContextParallelFor, static_cast<const ort::KernelContext *>(context_),
-            static_cast<void (*)(void *, size_t)>(run), count, count, static_cast<void *>(&loop)),
-        "ParallelFor");
+  if (!team_ || !team_->run(static_cast<uint32_t>(count), run, &loop))
+    check(api_,
+          api_.call<ort::Status *>(
+              ort::kKernelContextParallelFor, static_cast<const ort::KernelContext *>(context_),
+              static_cast<void (*)(void *, size_t)>(run), count, count, static_cast<void *>(&loop)),
+          "ParallelFor");
   if (loop.failure)
     std::rethrow_exception(loop.failure);
 }

@@ -1,8 +1,11 @@
 // What every custom operator of this library shares: errors, attributes, tensors, the CustomOp table.
 #pragma once
 #include "ort_abi.h"
+#include "team.h"
 #include <cstring>
 #include <functional>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -49,7 +52,8 @@ struct Tensor {
 // One call of a kernel.
 class Call {
 public:
-  Call(const ort::Api &api, ort::KernelContext *context) : api_(api), context_(context) {}
+  Call(const ort::Api &api, ort::KernelContext *context, Team *team, Forecast *reads)
+      : api_(api), context_(context), team_(team), reads_(reads) {}
   Tensor input(size_t index) const;
   size_t input_count() const;
   // Only the data, where the shape is known: cheaper.
@@ -61,11 +65,28 @@ public:
   // Runs body(i) for i in [0, count) on the session's threads.
   void parallel(size_t count, const std::function<void(size_t)> &body) const;
 
+  // What this operator reads in its first parallel(), to be told before it.
+  Forecast *reads() const { return reads_; }
+
 private:
   const ort::Value *value(size_t index) const;
   const void *raw(size_t index) const;
   const ort::Api &api_;
   ort::KernelContext *context_;
+  Team *team_;
+  Forecast *reads_;
+};
+
+// What an operator reads, and what the one after it read the last time.
+struct Order : std::enable_shared_from_this<Order> {
+  Forecast own, next;
+  void begin(Team &team) {
+    thread_local std::shared_ptr<Order> previous;
+    if (previous)
+      previous->next.copy_from(own);
+    previous = shared_from_this();
+    team.expect(next);
+  }
 };
 
 // Builds the CustomOp table of a class with: kName, kInputs[], kOutputs[] (element types), a constructor
@@ -73,17 +94,26 @@ private:
 // inputs of any type, and the last output for any number of outputs of its type.
 template <class Op> class Registration {
 public:
-  static const ort::CustomOp *table() {
-    static const ort::CustomOp op = make();
-    return &op;
+  // For sessions that let `threads` threads work on an operator; 0: as onnxruntime decides.
+  static const ort::CustomOp *table(int threads) {
+    static std::mutex mutex;
+    static std::map<int, Table> tables; // addresses stay
+    std::lock_guard<std::mutex> lock(mutex);
+    return &tables.try_emplace(threads, Table{make(), threads}).first->second.op;
   }
 
 private:
+  struct Table {
+    ort::CustomOp op; // first: onnxruntime hands back its address
+    int threads;
+  };
   struct Kernel {
     ort::Api api;
+    std::shared_ptr<Team> team;
+    std::shared_ptr<Order> order = std::make_shared<Order>();
     Op op;
-    Kernel(ort::Table table, const ort::KernelInfo *info)
-        : api(table), op(Attributes(api, info, Op::kName)) {}
+    Kernel(ort::Table table, const ort::KernelInfo *info, int threads)
+        : api(table), team(Team::of(threads)), op(Attributes(api, info, Op::kName)) {}
   };
   template <class F> static ort::Status *guarded(const ort::Api &api, const F &body) {
     try {
@@ -93,13 +123,18 @@ private:
       return api.error(e.what());
     }
   }
-  static ort::Status *create(const ort::CustomOp *, ort::Table table, const ort::KernelInfo *info,
+  static ort::Status *create(const ort::CustomOp *op, ort::Table table, const ort::KernelInfo *info,
                              void **kernel) {
-    return guarded(ort::Api(table), [&] { *kernel = new Kernel(table, info); });
+    const int threads = reinterpret_cast<const Table *>(op)->threads;
+    return guarded(ort::Api(table), [&] { *kernel = new Kernel(table, info, threads); });
   }
   static ort::Status *compute(void *kernel, ort::KernelContext *context) {
     auto *k = static_cast<Kernel *>(kernel);
-    return guarded(k->api, [&] { k->op.compute(Call(k->api, context)); });
+    return guarded(k->api, [&] {
+      if (k->team)
+        k->order->begin(*k->team);
+      k->op.compute(Call(k->api, context, k->team.get(), k->team ? &k->order->own : nullptr));
+    });
   }
   template <class T, class = void> struct IsVariadic : std::false_type {};
   template <class T> struct IsVariadic<T, std::void_t<decltype(T::kVariadic)>> : std::true_type {};
@@ -131,10 +166,10 @@ private:
   }
 };
 
-const ort::CustomOp *asym_kv_attention_op();
-const ort::CustomOp *pipelined_moe_op();
-const ort::CustomOp *experts_op();
-const ort::CustomOp *fused_linear_op();
-const ort::CustomOp *rotary_pair_op();
+const ort::CustomOp *asym_kv_attention_op(int threads);
+const ort::CustomOp *pipelined_moe_op(int threads);
+const ort::CustomOp *experts_op(int threads);
+const ort::CustomOp *fused_linear_op(int threads);
+const ort::CustomOp *rotary_pair_op(int threads);
 
 } // namespace moec

@@ -44,6 +44,8 @@ enum Slot : int {
   kKernelContextOutput = 91,
   kReleaseStatus = 93,
   kReleaseTensorInfo = 99,
+  kHasSessionConfigEntry = 237,
+  kGetSessionConfigEntry = 238,
   kKernelContextParallelFor = 274,
 };
 

@@ -74,8 +74,8 @@ private:
 
 } // namespace
 
-const ort::CustomOp *pipelined_moe_op() {
-  return Registration<PipelinedMoe>::table();
+const ort::CustomOp *pipelined_moe_op(int threads) {
+  return Registration<PipelinedMoe>::table(threads);
 }
 
 } // namespace moec

@@ -57,8 +57,8 @@ private:
 
 } // namespace
 
-const ort::CustomOp *rotary_pair_op() {
-  return Registration<RotaryPair>::table();
+const ort::CustomOp *rotary_pair_op(int threads) {
+  return Registration<RotaryPair>::table(threads);
 }
 
 } // namespace moec

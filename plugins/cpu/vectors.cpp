@@ -7,16 +7,11 @@ constexpr int kPlanes = QuantizedVector::kPlanes;
 }
 
 Vectors::Vectors(Arithmetic arithmetic, int count, int columns)
-    : arithmetic_(arithmetic), columns_(columns), groups_((columns + kGroup - 1) / kGroup) {
-  const size_t groups = static_cast<size_t>(count) * static_cast<size_t>(groups_);
-  if (arithmetic == Arithmetic::kInt4Int8) {
-    codes_.resize(groups * kPlanes * kGroup);
-    scales_.resize(groups);
-    offsets_.resize(groups * kPlanes * 8);
-  } else {
-    values_.resize(groups * kGroup);
-  }
-}
+    : arithmetic_(arithmetic), columns_(columns), groups_((columns + kGroup - 1) / kGroup),
+      units_(static_cast<size_t>(count) * static_cast<size_t>(groups_)),
+      coded_(arithmetic == Arithmetic::kInt4Int8), codes_(coded_ ? units_ * kPlanes * kGroup : 0),
+      scales_(coded_ ? units_ : 0), offsets_(coded_ ? units_ * kPlanes * 8 : 0),
+      values_(coded_ ? 0 : units_ * kGroup) {}
 
 QuantizedVector Vectors::quantized(int vector) const {
   const size_t at = static_cast<size_t>(vector) * static_cast<size_t>(groups_);

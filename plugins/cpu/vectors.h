@@ -1,7 +1,7 @@
 // Activations in the form that the matrix kernels of a weight format read.
 #pragma once
 #include "kernels.h"
-#include <vector>
+#include "scratch.h"
 
 namespace moec {
 
@@ -32,10 +32,12 @@ private:
   QuantizedVector quantized(int vector) const;
   Arithmetic arithmetic_;
   int columns_, groups_;
-  mutable std::vector<int8_t> codes_;
-  mutable std::vector<float> scales_;
-  mutable std::vector<int32_t> offsets_;
-  std::vector<float> values_; // [count][groups*64]
+  size_t units_; // groups of all vectors
+  bool coded_;
+  mutable Scratch<int8_t> codes_;
+  mutable Scratch<float> scales_;
+  mutable Scratch<int32_t> offsets_;
+  mutable Scratch<float> values_; // [count][groups*64]
 };
 
 } // namespace moec

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -222,6 +223,17 @@ def test_threads_do_not_change_the_result(rng):
     tokens = tokens_of(rng, 100)
     two = moec.load(tiny_bundle(context=CONTEXT, **VARIANTS["defaults"]), threads=2)
     np.testing.assert_array_equal(two.score(tokens), session_of("defaults").score(tokens))
+
+
+def test_sessions_of_one_process_may_run_at_once(rng):
+    """They share their helping threads, which serve one at a time; the others' operators go on without."""
+    texts = [tokens_of(rng, 60) for _ in range(3)]
+    alone = [session_of("defaults").score(text) for text in texts]
+    sessions = [moec.load(tiny_bundle(context=CONTEXT, **VARIANTS["defaults"]), threads=3) for _ in texts]
+    with ThreadPoolExecutor(len(texts)) as pool:
+        together = list(pool.map(lambda session, text: session.score(text), sessions, texts))
+    for expected, got in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_loading_and_generating_imports_no_torch():

@@ -181,6 +181,7 @@ class CpuBackend:
         )
         try:
             if self._library is not None:
+                options.add_session_config_entry("moec.threads", str(self._threads))
                 options.register_custom_ops_library(str(self._library))
             return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime has no common base class
