@@ -18,10 +18,20 @@ def test_300_mb_are_packed_in_little_memory(tmp_path):
 
 @pytest.mark.slow
 def test_8_gb_are_packed_at_half_the_speed_of_a_copy(tmp_path):
+    """Whatever else runs only slows a run down: of up to three, the fastest copy and packing count."""
     if (free := shutil.disk_usage(tmp_path).free) < 30e9:
         pytest.skip(f"needs 30 GB of disk, {free / 1e9:.0f} are free at {tmp_path}")
-    copy, bf16, int4 = measure(tmp_path, int(8e9))
-    print(copy, bf16, int4)
-    assert max(bf16["peak MB"], int4["peak MB"]) < 2000
-    assert bf16["MB/s"] > copy["MB/s"] / 2
-    assert int4["MB/s a core"] > 100
+    tries = []
+    for _ in range(3):
+        tries.append(measure(tmp_path / "try", int(8e9)))
+        shutil.rmtree(tmp_path / "try")
+        print(*tries[-1], sep="\n")
+        assert max(row["peak MB"] for row in tries[-1][1:]) < 2000
+        copy, bf16, int4 = (
+            max(rows[kind][speed] for rows in tries)
+            for kind, speed in enumerate(("MB/s", "MB/s", "MB/s a core"))
+        )
+        if bf16 > copy / 2 and int4 > 100:
+            break
+    assert bf16 > copy / 2
+    assert int4 > 100
