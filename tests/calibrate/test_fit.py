@@ -86,14 +86,14 @@ def test_the_largest_block_keeps_headroom():
 
 def test_the_error_is_smaller_than_without(rng):
     """Big channels overflow raw E4M3, tiny ones vanish: the case that made the reference necessary."""
-    spread = np.exp(rng.normal(size=(2, 64)) * 3)
+    spread = np.exp(rng.permuted(np.tile(np.linspace(-8, 8, 64), (2, 1)), axis=1))
     spread[:, :4] = 4000
-    bias = spread * rng.normal(size=(2, 64)) * 30
+    bias = spread * rng.choice([-1, 1], (2, 64)) * rng.uniform(15, 60, (2, 64))
     calibration, _ = fitted(rng, spread, bias)
     _, k, v = sample(rng, spread, bias, 64)
     errors = [relative_key_error(k, v, c) for c in (calibration, neutral_calibration(LAYOUT))]
     assert errors[0] < 0.35
-    assert errors[0] < errors[1] / 2
+    assert errors[0] < errors[1] / 4
 
 
 def relative_key_error(k, v, calibration) -> float:
