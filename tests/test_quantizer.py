@@ -97,7 +97,7 @@ def test_queries_decide_which_channels_are_outliers():
     rng = fresh_rng()
     q, k, v = tensors(rng)
     loud = rng.choice(64, 16, replace=False)
-    q[..., loud] *= 1000
+    q[..., loud] *= 1e5  # keys' channels differ by up to a thousand
     order = moec.AsymmetricKVCacheQuantizer().calibrate(k, v, q).calibration.k_order
     assert order[:, :16].tolist() == [sorted(loud)] * 2
 
