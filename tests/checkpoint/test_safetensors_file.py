@@ -10,10 +10,11 @@ from safetensors.numpy import save_file
 
 from moec.checkpoint.safetensors_file import SafetensorsFile
 from moec.errors import MoecError
+from tests.helpers.rng import fresh_rng
 
 
 def test_reads_what_the_library_writes(tmp_path):
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     tensors = {
         "a": rng.standard_normal((3, 5)).astype(np.float32),
         "b": rng.integers(-9, 9, (7,)).astype(np.int8),

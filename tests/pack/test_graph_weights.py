@@ -13,6 +13,7 @@ from moec.pack.graph_weights import bind_weights, plans_for
 from moec.pack.weights import TensorPlan, write_weights
 from moec.reference.weights import quantize_int4
 from tests.helpers.fake_checkpoint import ArrayCheckpoint
+from tests.helpers.rng import fresh_rng
 
 
 def value(name: str, dtype: ir.DataType, *shape: int) -> ir.Value:
@@ -21,7 +22,7 @@ def value(name: str, dtype: ir.DataType, *shape: int) -> ir.Value:
 
 @pytest.fixture
 def checkpoint() -> ArrayCheckpoint:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     return ArrayCheckpoint(
         {
             "a": rng.normal(size=(5, 70)).astype(ml_dtypes.bfloat16),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from moec.reference.kv_block import block_section, dequantize_block, quantize_block
 from moec.reference.kv_int8 import dequantize_symmetric, quantize_symmetric
 from moec.reference.kv_layout import KVLayout
+from tests.helpers.rng import fresh_rng
 
 
 def test_a_group_by_hand():
@@ -30,7 +31,7 @@ def test_zeros_and_values_above_the_range():
 
 
 def test_sections_hold_channels_of_k_and_groups_of_v():
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     layout = KVLayout("int8", 1, 48, 80, 1000)
     rows = rng.standard_normal((64, 128)).astype(np.float16)
     ref = (2.0 ** rng.integers(-2, 3, layout.num_v_groups)).astype(np.float32)
