@@ -1,8 +1,8 @@
 """Make the sample checkpoint: `python -m samples.smolmoe.make_checkpoint`.
 
-A Hugging Face Qwen2-MoE folder made of SmolLM2-135M-Instruct: the FFNs of 28 of its 30 layers become a shared
-expert of 1024 neurons and 8 routed experts of 64, 4 of them chosen; the first two stay dense. Neuron groups
-and routers come from routers.npz (train_router.py), and so does a factor for every neuron; all else is the
+A Hugging Face Qwen2-MoE folder made of SmolLM2-135M-Instruct: every FFN becomes a shared expert of 1024
+neurons and 8 routed experts of 64, 4 of them chosen. Neuron groups and routers come from routers.npz
+(train_router.py), and so do a factor for every neuron and a change of rank 2 for down_proj; all else is the
 dense model's. The same inputs give the same bytes.
 """
 
@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 from samples.smolmoe.routed import Routers
 from samples.smolmoe.source import Dense, build_tokenizer, load_dense
-from samples.smolmoe.split import EXPERT_NEURONS, FIRST_ROUTED, NUM_EXPERTS, SHARED, SHARED_NEURONS, TOP_K
+from samples.smolmoe.split import EXPERT_NEURONS, NUM_EXPERTS, SHARED, SHARED_NEURONS, TOP_K
 
 HERE = Path(__file__).parent
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -58,15 +58,14 @@ def make(output: Path) -> None:
 
 def tensors(dense: Dense, routers: Routers) -> Iterator[tuple[str, np.ndarray]]:
     """Every checkpoint tensor, bfloat16, under the names of the published Qwen2-MoE checkpoints."""
-    whole = tuple(f"model.layers.{layer}.mlp." for layer in range(FIRST_ROUTED))
     for name, values in dense.weights.items():
-        if ".mlp." not in name or name.startswith(whole):
+        if ".mlp." not in name:
             yield name, _bf16(values)
-    for layer, routing in enumerate(routers.layers(), FIRST_ROUTED):
-        groups, router, shared_gate, scale = (part.numpy() for part in routing)
+    for layer, routing in enumerate(routers.layers()):
+        groups, router, shared_gate, scale, down_in, down_out = (part.numpy() for part in routing)
         prefix = f"model.layers.{layer}.mlp."
         gate, up, down = (dense.weights[f"{prefix}{name}.weight"] for name in PROJECTIONS)
-        for name, values in _mlp((gate, up, down * scale), groups):
+        for name, values in _mlp((gate, up, (down + down_out.T @ down_in) * scale), groups):
             yield prefix + name, _bf16(values)
         yield prefix + "gate.weight", _bf16(router)
         yield prefix + "shared_expert_gate.weight", _bf16(shared_gate[None])
@@ -108,7 +107,7 @@ def _model_config(common: dict[str, object]) -> dict[str, object]:
         "num_experts_per_tok": TOP_K,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": list(range(FIRST_ROUTED)),
+        "mlp_only_layers": [],
         "use_sliding_window": False,
     }
 

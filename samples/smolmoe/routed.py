@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from samples.smolmoe.split import FIRST_ROUTED, SHARED, TOP_K, activations
+from samples.smolmoe.split import SHARED, TOP_K, activations
 
-MATRICES = ("router", "shared_gate", "neuron_scale")
+MATRICES = ("router", "shared_gate", "neuron_scale", "down_in", "down_out")
 
 
 @dataclass
@@ -24,15 +24,18 @@ class Routers:
         router: float32 [L,E,H].
         shared_gate: The gate of the shared expert, float32 [L,H].
         neuron_scale: Factor of every column of down_proj, float32 [L,I].
+        down_in, down_out: What is added to down_proj before that, down_out.T @ down_in; float32 [L,R,I], [L,R,H].
     """
 
     groups: torch.Tensor
     router: torch.Tensor
     shared_gate: torch.Tensor
     neuron_scale: torch.Tensor
+    down_in: torch.Tensor
+    down_out: torch.Tensor
 
     def save(self, path: Path) -> None:
-        """Write an npz; the matrices as int8 with one float32 scale a row (200 KB for 30 layers)."""
+        """Write an npz; the matrices as int8 with one float32 scale a row (330 KB for 30 layers)."""
         arrays = {"groups": self.groups.numpy()}
         for name in MATRICES:
             arrays[name], arrays[f"{name}_step"] = _to_int8(getattr(self, name))
@@ -45,10 +48,9 @@ class Routers:
             matrices = [data[name].astype(np.float32) * data[f"{name}_step"] for name in MATRICES]
             return cls(*map(torch.from_numpy, (data["groups"], *matrices)))
 
-    def layers(self, first: int = FIRST_ROUTED) -> Iterator[tuple[torch.Tensor, ...]]:
-        """(groups, router, shared_gate, neuron_scale) of every layer from `first` on."""
-        parts = (self.groups, *(getattr(self, name) for name in MATRICES))
-        return zip(*(part[first:] for part in parts), strict=True)
+    def layers(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        """(groups, router, shared_gate, neuron_scale, down_in, down_out) of every layer."""
+        return zip(self.groups, *(getattr(self, name) for name in MATRICES), strict=True)
 
 
 class RoutedMLP(torch.nn.Module):
@@ -62,7 +64,7 @@ class RoutedMLP(torch.nn.Module):
     def __init__(self, mlp: torch.nn.Module, *routing: torch.Tensor) -> None:
         super().__init__()
         self.mlp = mlp
-        groups, self.router, self.shared_gate, self.neuron_scale = routing
+        groups, self.router, self.shared_gate, self.neuron_scale, self.down_in, self.down_out = routing
         self.groups = groups.long()
         self.factors = self.balance = torch.empty(0)
 
@@ -76,17 +78,15 @@ class RoutedMLP(torch.nn.Module):
         self.balance = SHARED * (share * logits.softmax(-1).flatten(0, -2).mean(0)).sum()
         neurons = activations(hidden, self.mlp.gate_proj.weight, self.mlp.up_proj.weight)
         scaled = neurons * self.factors[..., self.groups] * self.neuron_scale
-        return scaled @ self.mlp.down_proj.weight.T
+        return scaled @ self.mlp.down_proj.weight.T + scaled @ self.down_in.T @ self.down_out
 
     @classmethod
     @contextmanager
-    def installed(
-        cls, model: torch.nn.Module, routers: Routers, first: int = FIRST_ROUTED
-    ) -> Iterator[list[RoutedMLP]]:
-        """The model computes as the MoE inside this context; its layers before `first` stay dense."""
-        layers = model.model.layers[first:]
+    def installed(cls, model: torch.nn.Module, routers: Routers) -> Iterator[list[RoutedMLP]]:
+        """The model computes as the MoE inside this context."""
+        layers = model.model.layers
         dense = [layer.mlp for layer in layers]
-        routed = [cls(mlp, *routing) for mlp, routing in zip(dense, routers.layers(first), strict=True)]
+        routed = [cls(mlp, *routing) for mlp, routing in zip(dense, routers.layers(), strict=True)]
         _set(layers, routed)
         try:
             yield routed

@@ -10,9 +10,6 @@ import torch
 from torch.nn.functional import normalize, silu
 
 SHARED_NEURONS, NUM_EXPERTS, EXPERT_NEURONS, TOP_K = 1024, 8, 64, 4
-# Layers before this one stay dense, as in many MoE models. They turn words into vectors, and any neuron may
-# know some rare word: splitting layers 0 and 1 costs a fifth of what splitting all 30 costs.
-FIRST_ROUTED = 2
 SAMPLED_TOKENS, ROUNDS = 4096, 10
 SHARED = NUM_EXPERTS  # the group number of shared neurons
 

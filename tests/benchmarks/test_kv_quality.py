@@ -50,15 +50,12 @@ def test_moec_itself_agrees_with_the_simulation(folder):
 
 @pytest.mark.slow
 def test_bars_on_the_sample(tmp_path, monkeypatch):
-    """What 2.5 bits may cost; the benchmark's own run is longer (texts of 4096 tokens).
-
-    The goal of +1.5 % perplexity does not hold here (+1.5 to +1.9 %), only with all experts.
-    """
+    """What 2.5 bits may cost; the benchmark's own run is longer (texts of 4096 tokens)."""
     monkeypatch.setattr(kv_quality, "BUILDS", tmp_path / "builds")
     exact, mkv2 = rows(sample_checkpoint(), "mkv2", tokens=2048, texts=3).values()
     assert mkv2["bits"] <= 2.5
     assert percent(mkv2["of fp16 at 8192"]) < 18
-    assert mkv2["perplexity"] <= 1.025 * exact["perplexity"]
+    assert mkv2["perplexity"] <= 1.015 * exact["perplexity"]
     assert mkv2["KL"] <= 0.06
     assert percent(mkv2["top-1"]) >= 84
 

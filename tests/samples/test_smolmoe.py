@@ -15,7 +15,7 @@ from samples.smolmoe.dense import load_model
 from samples.smolmoe.make_checkpoint import HERE, make
 from samples.smolmoe.routed import RoutedMLP, Routers
 from samples.smolmoe.source import gguf_path, load_dense
-from samples.smolmoe.split import EXPERT_NEURONS, FIRST_ROUTED, NUM_EXPERTS, SHARED, SHARED_NEURONS
+from samples.smolmoe.split import EXPERT_NEURONS, NUM_EXPERTS, SHARED, SHARED_NEURONS
 from tests.helpers.sample import sample_checkpoint, sample_tokenizer
 from tests.helpers.text import held_out_texts, play
 
@@ -94,9 +94,10 @@ def test_checkpoint_computes_what_the_scaled_dense_model_computes(moe_model, tok
     rounded.router = rounded.router.bfloat16().float()
     rounded.shared_gate = rounded.shared_gate.bfloat16().float()
     exact = load_model(load_dense()).requires_grad_(False)
-    for layer, routing in zip(exact.model.layers[FIRST_ROUTED:], rounded.layers(), strict=True):
-        layer.mlp.down_proj.weight.mul_(routing[-1])
+    for layer, (*_, scale, down_in, down_out) in zip(exact.model.layers, rounded.layers(), strict=True):
+        layer.mlp.down_proj.weight.add_(down_out.T @ down_in).mul_(scale)
     rounded.neuron_scale = torch.ones_like(rounded.neuron_scale)
+    rounded.down_out = torch.zeros_like(rounded.down_out)
     exact.load_state_dict({name: value.bfloat16().float() for name, value in exact.state_dict().items()})
     with RoutedMLP.installed(exact, rounded):
         expected = exact(tokens[:1]).logits
@@ -118,13 +119,8 @@ def test_routing_is_uneven_and_uses_every_expert(dense_model, tokens) -> None:
     assert used.max() <= 0.98
 
 
-def test_first_layers_stay_dense(moe_model, dense_model) -> None:
-    assert moe_model.config.mlp_only_layers == [0, 1] == list(range(FIRST_ROUTED))
-    for number, layer in enumerate(moe_model.model.layers):
-        assert hasattr(layer.mlp, "experts") == (number >= FIRST_ROUTED)
-        if number < FIRST_ROUTED:
-            for name, weight in dense_model.model.layers[number].mlp.named_parameters():
-                assert torch.equal(layer.mlp.get_parameter(name), weight.bfloat16().float())
+def test_every_layer_has_experts(moe_model) -> None:
+    assert all(hasattr(layer.mlp, "experts") for layer in moe_model.model.layers)
 
 
 def test_perplexity_is_at_most_thirty_percent_above_dense(dense_model, moe_model, tokens) -> None:
