@@ -24,7 +24,8 @@ class Routers:
         router: float32 [L,E,H].
         shared_gate: The gate of the shared expert, float32 [L,H].
         neuron_scale: Factor of every column of down_proj, float32 [L,I].
-        down_in, down_out: What is added to down_proj before that, down_out.T @ down_in; float32 [L,R,I], [L,R,H].
+        down_in, down_out: What is added to down_proj before that, down_out.T @ down_in; float32 [L,R,I] and
+            [L,R,H].
     """
 
     groups: torch.Tensor

