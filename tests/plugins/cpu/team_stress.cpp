@@ -22,13 +22,12 @@ void require(bool ok, const char *what) {
 // Plain counters: two threads on one piece, or one that is still at work when run() returns, is a data race.
 struct Job {
   std::vector<int> calls;
-  int round;
   static void body(void *user, size_t i) { ++static_cast<Job *>(user)->calls[i]; }
 };
 
 void every_piece_once(Team &team, std::mt19937 &random, int jobs) {
   for (int round = 0; round < jobs; ++round) {
-    Job job{std::vector<int>(random() % 40), round};
+    Job job{std::vector<int>(random() % 40)};
     if (round % 50 == 0)
       std::this_thread::sleep_for(std::chrono::microseconds(random() % 300)); // some find the others asleep
     require(team.run(static_cast<uint32_t>(job.calls.size()), Job::body, &job), "the team is busy");
@@ -45,7 +44,7 @@ void many_callers(int threads, int jobs) {
   for (int c = 0; c < 3; ++c)
     callers.emplace_back([&, c] {
       for (int round = 0; round < jobs; ++round) {
-        Job job{std::vector<int>(1 + (round + c) % 17), round};
+        Job job{std::vector<int>(1 + (round + c) % 17)};
         const bool ran = team->run(static_cast<uint32_t>(job.calls.size()), Job::body, &job);
         served += ran;
         for (int calls : job.calls)
@@ -62,7 +61,7 @@ void a_child_has_no_team() {
   std::this_thread::sleep_for(std::chrono::milliseconds(2)); // its worker sleeps
   const pid_t child = fork();
   if (child == 0) {
-    Job job{std::vector<int>(4), 0};
+    Job job{std::vector<int>(4)};
     const bool ran = team->run(4, Job::body, &job);
     const_cast<std::shared_ptr<Team> &>(team).reset(); // must not wait for threads that are not there
     _exit(ran ? 1 : 0);
