@@ -21,12 +21,14 @@ import moec
 from benchmarks import hf
 from benchmarks.quality import PLAYS, held_out_tokens
 from benchmarks.report import REPO, save, show
+from moec.builder.options import DEFAULT_CONTEXT
 from moec.runtime.session import Session
 
 CONTEXTS = (16, 1024, 2000, 8000)
 COMPARED = 1024  # transformers decodes up to this context
 PREFILL, PREFILLS = 1024, 5
 TOKENS, ROUND, WARM_UP = 64, 8, 2
+STEPS = TOKENS // ROUND * (ROUND + WARM_UP)
 
 
 def main() -> None:
@@ -36,7 +38,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     options = parser.parse_args()
-    bundle = options.bundle or _build(options.checkpoint)
+    bundle = options.bundle or _build(options.checkpoint, max(*options.contexts, PREFILL) + 2 * STEPS)
     one, many = (moec.load(bundle, "cpu", threads=threads) for threads in (1, options.threads))
     model = hf.load_reference(options.checkpoint, options.threads)
     tokenizer = Tokenizer.from_file(str(options.checkpoint / "tokenizer.json"))
@@ -51,10 +53,11 @@ def main() -> None:
     save("decode_cpu", content | {"prefill": prefill})
 
 
-def _build(checkpoint: Path) -> Path:
+def _build(checkpoint: Path, length: int) -> Path:
+    """The defaults, with as long a context as the measurement needs."""
     bundle = REPO / "build" / "benchmarks" / "defaults"
     bundle.parent.mkdir(parents=True, exist_ok=True)
-    moec.build(checkpoint, bundle, target="cpu")
+    moec.build(checkpoint, bundle, target="cpu", context=max(DEFAULT_CONTEXT, length))
     return bundle
 
 
@@ -82,8 +85,7 @@ def _medians(steppers: dict[str, Callable[[], float]]) -> dict[str, float]:
 
 def _moec_stepper(session: Session, prompt: list[int]) -> Callable[[], float]:
     """Seconds a token; one piece of text may hold several tokens, where a character needs several."""
-    steps = TOKENS // ROUND * (ROUND + WARM_UP)
-    generation = session.generate(prompt, max_tokens=2 * steps, temperature=0, ignore_eos=True)
+    generation = session.generate(prompt, max_tokens=2 * STEPS, temperature=0, ignore_eos=True)
     next(generation)
 
     def step() -> float:
