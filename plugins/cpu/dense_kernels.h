@@ -94,7 +94,7 @@ void dense_tile(const DenseRows &w, int row, const Int8Vector *x, float *y, int6
 
 template <class S, int Bits>
 void dense(const DenseRows &w, int rows, const Int8Vector *x, int count, float *y, int64_t stride) {
-  for_tiles<4, 4>(0, rows, count, [&](auto r, auto vectors, int row, int m) {
+  for_tiles<1, 4>(0, rows, count, [&](auto r, auto vectors, int row, int m) {
     dense_tile<S, Bits, r.value, vectors.value>(w, row, x + m, y + m * stride + row, stride);
   });
 }
